@@ -1,0 +1,131 @@
+"""What a head takes from its target: the checks when they are joined, and embeddings and lm_head without owning them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+
+class BorrowedTarget:
+    """Calls into a target's embedding and lm_head modules.
+
+    It is no ``nn.Module`` and holds the target weakly, so the head neither saves, moves, counts nor keeps alive what is
+    not its own. Modules are *called*, never read as weights: quantised layers and adapters stay in effect.
+    """
+
+    def __init__(self, target: nn.Module) -> None:
+        self._target = weakref.ref(target)
+        self._rows: tuple[Any, torch.Tensor] | None = None
+
+    def is_target(self, target: nn.Module) -> bool:
+        """Whether this is the target bound already."""
+        return self._target() is target
+
+    def _module(self, getter: str) -> nn.Module:
+        target = self._target()
+        if target is None:
+            raise ValueError("the target that this head was bound to has been deleted; call head.bind(target) again")
+        module = getattr(target, getter)()
+        if module is None:
+            raise ValueError(f"{type(target).__name__}.{getter}() is None; use a head with its own embed_tokens and lm_head")
+        return module
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The target's embeddings [..., Dt] of ids [...], on the target's device and in its dtype."""
+        module = self._module("get_input_embeddings")
+        weight = getattr(module, "weight", None)
+        return module(ids.to(weight.device) if weight is not None and weight.device.type != "meta" else ids)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+        """The target's lm_head on hidden states [..., Dt]: all logits, or only those of ids ``rows`` [Vd].
+
+        A plain weight has its rows gathered once and kept (not saved); any other module computes all, then selects.
+        """
+        module = self._module("get_output_embeddings")
+        weight = getattr(module, "weight", None)
+        floating = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.device.type != "meta"
+        dtype = weight.dtype if floating else getattr(self._target(), "dtype", hidden.dtype)
+        hidden = hidden.to(weight.device if floating else hidden.device, dtype)
+        if rows is None:
+            return module(hidden)
+        if not (type(module) is nn.Linear and floating and type(weight) is nn.Parameter and not hasattr(module, "_hf_hook")):
+            logits = module(hidden)
+            return logits.index_select(-1, rows.to(logits.device))
+        version = 0 if weight.is_inference() else weight._version
+        key = (weight.data_ptr(), version, weight.dtype, weight.device, rows.data_ptr(), rows._version)
+        if self._rows is None or self._rows[0] != key:
+            taken = rows.to(weight.device)
+            gathered = weight.detach().index_select(0, taken)
+            bias = None if module.bias is None else module.bias.detach().index_select(0, taken)
+            self._rows = (key, gathered)
+            self._bias = bias
+        return nn.functional.linear(hidden, self._rows[1], self._bias)
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The decoder's part of a configuration (multimodal targets keep it inside)."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def check_target(config: PretrainedConfig, target: Any) -> None:
+    """Compare a head's configuration with a target model.
+
+    Args:
+        config: the head's :class:`DSparkConfig`.
+        target: the target model, maybe under an adapter or compiled.
+
+    Raises:
+        TypeError: no model with a configuration and embeddings.
+        ValueError: width, depth, taps or vocabulary do not belong together; the message names value, rule and fix.
+    """
+    if not hasattr(target, "config") or not hasattr(target, "get_input_embeddings"):
+        raise TypeError(f"the target must be a transformers model, got {type(target).__name__}; pass the loaded model")
+    text = text_config(target.config)
+    name = type(target).__name__
+    _same("target_hidden_size", config.target_hidden_size, text.hidden_size, f"{name}'s hidden size")
+    layers = text.num_hidden_layers
+    if config.num_target_layers is not None:
+        _same("num_target_layers", config.num_target_layers, layers, f"the decoder layers of {name}")
+    if max(config.target_layer_ids) >= layers - 1:
+        raise ValueError(
+            f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} (0-based; "
+            "the last layer is refused, its state is reported after the final norm). Use the head's own target."
+        )
+    _check_vocabulary(config, text, target, name)
+
+
+def _same(field: str, ours: int, theirs: int, what: str) -> None:
+    if ours != theirs:
+        raise ValueError(
+            f"the head has {field}={ours}, but {what} is {theirs}; they must agree. Use the target that the head was "
+            "trained for, or train a head for this one (DSparkConfig.for_target)."
+        )
+
+
+def _check_vocabulary(config: PretrainedConfig, text: PretrainedConfig, target: Any, name: str) -> None:
+    size = text.vocab_size
+    module = target.get_output_embeddings() if hasattr(target, "get_output_embeddings") else None
+    rows = getattr(module, "out_features", None)  # the true width after a resize or padding
+    size = rows if isinstance(rows, int) else size
+    if size == config.vocab_size:
+        return
+    padding = size - config.vocab_size
+    ids = [(key, getattr(config, key), getattr(text, key, None)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
+    differing = [f"{key} {ours} against {theirs}" for key, ours, theirs in ids if not _agree(ours, theirs)]
+    if padding < 0 or padding > max(64, config.vocab_size // 50) or differing:
+        why = f" ({', '.join(differing)})" if differing else ""
+        raise ValueError(
+            f"the head has vocab_size={config.vocab_size}, but {name} has {size}{why}; they must be equal, or the target's may "
+            "be larger by padding only, with the same token ids. Use the target that the head was trained for."
+        )
+
+
+def _agree(ours: int | list[int] | None, theirs: int | list[int] | None) -> bool:
+    if ours is None or theirs is None:
+        return True
+    as_set = [set(ids) if isinstance(ids, (list, tuple)) else {ids} for ids in (ours, theirs)]
+    return bool(as_set[0] & as_set[1])

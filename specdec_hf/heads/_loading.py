@@ -1,0 +1,139 @@
+"""Reading a head's files: safetensors only, whole, and with exactly the tensors that its configuration describes.
+
+A head with a missing or foreign tensor drafts nonsense without any error, so everything is compared before loading.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers.utils import cached_file
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_CONVERT = "convert it to safetensors where you trust it (load_state_dict there, then save_pretrained)"
+HUB_KEYWORDS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+
+
+def weight_files(source: str, variant: str | None, hub: dict[str, Any]) -> list[str]:
+    """Local paths of a head's safetensors files, downloaded first if ``source`` is a Hub repository.
+
+    Args:
+        source: directory or repository id.
+        variant: as in ``from_pretrained``: ``model.<variant>.safetensors``.
+        hub: the keywords of ``HUB_KEYWORDS`` that the user gave.
+
+    Raises:
+        ValueError: only pickle files are there.
+        OSError: no weights at all, or the repository cannot be reached.
+    """
+    suffix = f".{variant}" if variant else ""
+    single, index = f"model{suffix}.safetensors", f"model.safetensors.index{suffix}.json"
+    folder = os.path.join(source, hub.get("subfolder") or "")
+    if os.path.isfile(source):
+        raise ValueError(f"{source} is a file; give the head's directory, which holds config.json and {single}")
+    for name in (single, index):
+        if os.path.isdir(source):
+            path = os.path.join(folder, name)
+            found = path if os.path.isfile(path) else None
+        else:
+            found = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **hub)
+        if found:
+            return [found] if name == single else _shards(found, source, hub)
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    pickles = [name for name in names if name.endswith(_PICKLES)]
+    if pickles:
+        raise ValueError(f"{source} has only {pickles[0]}, a pickle file, which can run code when read; {_CONVERT}")
+    raise OSError(f"{source} has no {single} (nor {index}); only safetensors files are read, never pickles")
+
+
+def _shards(index: str, source: str, hub: dict[str, Any]) -> list[str]:
+    try:
+        with open(index, encoding="utf-8") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is not a safetensors index ({error}); download it again") from error
+    for name in names:
+        if os.path.basename(name) != name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names the shard {name!r}; shards must be safetensors files beside it")
+    if os.path.isdir(source):
+        return [os.path.join(os.path.dirname(index), name) for name in names]
+    return [cached_file(source, name, **hub) for name in names]
+
+
+def tensor_shapes(files: list[str]) -> dict[str, tuple[int, ...]]:
+    """Name to shape of all tensors in safetensors files; reads the headers only.
+
+    Raises:
+        ValueError: a file is truncated, is not safetensors, or is absent; the message names it.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read as safetensors: {error}. {_advice(path)}") from error
+    return shapes
+
+
+def _advice(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except OSError:
+        return "The file is absent or not readable; download it again."
+    if start.startswith(b"version "):
+        return "It is a Git LFS pointer: run `git lfs pull`."
+    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")):
+        return f"It is a pickle under another name, and is not read; {_CONVERT}."
+    return "It is probably truncated: compare its size with the source's and download it again."
+
+
+def compare_tensors(expected: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], source: str) -> None:
+    """Refuse files whose tensors are not exactly the ones that the configuration describes.
+
+    Raises:
+        ValueError: names missing, unexpected and wrongly shaped tensors, and what to do.
+    """
+    missing = sorted(set(expected) - set(found))
+    extra = sorted(set(found) - set(expected))
+    wrong = sorted(name for name in set(expected) & set(found) if expected[name] != found[name])
+    problems = []
+    if missing:
+        problems.append(f"missing: {_some(missing)}")
+    if extra:
+        problems.append(f"unexpected: {_some(extra)}")
+    if wrong:
+        shapes = [f"{name} is {list(found[name])}, config.json says {list(expected[name])}" for name in wrong]
+        problems.append(f"wrong shape: {_some(shapes)}")
+    if not problems:
+        return
+    hint = "config.json does not belong to these weights (check qk_norm, markov_head_type, sizes), or the file is incomplete"
+    if extra and all("." in name and name.split(".", 1)[1] in expected for name in extra):
+        hint = f"the names have the prefix {extra[0].split('.', 1)[0]!r}: save them without it"
+    raise ValueError(f"{source}: the tensors are not those of the head in config.json; {'; '.join(problems)}. {hint}.")
+
+
+def _some(names: list[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def suspicious_tensors(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of parameters that hold NaN or infinity, and of matrices whose values are all the same."""
+    broken, constant = [], []
+    for name, tensor in model.named_parameters():
+        if tensor.device.type == "meta" or not tensor.numel() or not tensor.is_floating_point():
+            continue
+        data = tensor.detach()
+        if not bool(torch.isfinite(data.sum(dtype=torch.float32))) and not bool(torch.isfinite(data).all()):
+            broken.append(name)
+        elif data.dim() > 1 and data.numel() > 1 and bool((data.view(-1)[:64] == data.view(-1)[0]).all()):
+            if bool((data == data.view(-1)[0]).all()):
+                constant.append(name)
+    return broken, constant

@@ -1,0 +1,546 @@
+"""The DSpark head: a parallel block backbone fed by the target's hidden states, a Markov head and a confidence head.
+
+One round of the paper's drafting is three calls: :meth:`DSparkDraftModel.extend_context` with the hidden states of newly
+committed tokens, :meth:`DSparkDraftModel.draft_block` for the whole block at once, and
+:meth:`DSparkDraftModel.markov_step` slot by slot. Sampling, verification and caches of the target are not known here.
+
+Letters: B rows, T context tokens, K ``block_size``, P proposals of a block (K, or K - 1 when the anchor slot predicts
+nothing), N anchors, D draft and Dt target hidden size, m taps, V target and Vd draft vocabulary, r Markov rank.
+Source: Cheng et al., "DSpark", 2026, and the checkpoints of DeepSpec.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import initialization as init
+from transformers.utils import ModelOutput
+
+from ._borrowed import BorrowedTarget, check_target
+from ._context import DraftContext
+from ._dspark_config import DSparkConfig, spread_layers
+from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
+from ._loading import HUB_KEYWORDS, compare_tensors, suspicious_tensors, tensor_shapes, weight_files
+
+__all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "spread_layers"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DSparkOutput(ModelOutput):
+    """Result of one training forward.
+
+    Attributes:
+        logits: [B, N, P, Vd], Markov bias included.
+        confidence_logits: [B, N, P], or ``None`` without a confidence head.
+        base_logits: [B, N, P, Vd] before the Markov bias.
+        hidden_states: [B, N, P, D] after the final norm.
+    """
+
+    logits: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+    base_logits: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+
+class DSparkDraftModel(PreTrainedModel):
+    """Drafts a block of tokens for a target model; see the module's docstring for one round.
+
+    ``from_pretrained`` reads this package's directories and DeepSpec's (``Qwen3DSparkModel``) as they are.
+    """
+
+    config_class = DSparkConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    _no_split_modules = ["DSparkLayer"]
+    _supports_sdpa = True
+
+    config: DSparkConfig
+    d2t: torch.Tensor
+
+    def __init__(self, config: DSparkConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width) if config.has_embed_tokens else None
+        self.mask_embedding = nn.Parameter(torch.zeros(width)) if config.mask_token_id is None else None
+        self.fc = nn.Linear(config.target_hidden_size * len(config.target_layer_ids), width, bias=False)
+        self.hidden_norm = DSparkRMSNorm(width, config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = DSparkRMSNorm(width, config.rms_norm_eps)
+        self.rotary = DSparkRotary(config)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False) if config.has_lm_head else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.has_reduced_vocab:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self._borrowed: BorrowedTarget | None = None
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DSparkRotary):
+            init.copy_(module.inv_freq, module.compute()[0])
+        elif module is self:
+            if self.mask_embedding is not None:
+                init.normal_(self.mask_embedding, mean=0.0, std=self.config.initializer_range)
+            if self.config.has_reduced_vocab:
+                init.zeros_(self.d2t)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_borrowed": None}  # copies and pickles are unbound: a weak reference cannot travel
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """The head's own embeddings, or ``None`` when they are borrowed."""
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The head's own lm_head, or ``None`` when it is borrowed."""
+        return self.lm_head
+
+    # -- loading and joining ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
+        """As :meth:`transformers.PreTrainedModel.from_pretrained`, for safetensors files of this layout or DeepSpec's.
+
+        Args:
+            pretrained_model_name_or_path: directory or Hub repository of a head.
+            **kwargs: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``, ``token``
+                and the others of transformers; fields of :class:`DSparkConfig` override those in ``config.json``.
+
+        Returns:
+            The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
+
+        Raises:
+            ValueError: not a head, a pickle, a truncated file, or tensors that are not those of ``config.json``.
+            OSError: nothing there, or not reachable.
+        """
+        if kwargs.get("use_safetensors") is False or kwargs.get("gguf_file"):
+            raise ValueError("a head is read from safetensors only; leave out use_safetensors=False and gguf_file")
+        if pretrained_model_name_or_path is None or kwargs.get("state_dict") is not None:
+            return super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+        source = os.fspath(pretrained_model_name_or_path)
+        hub = {name: kwargs[name] for name in HUB_KEYWORDS if kwargs.get(name) is not None}
+        config = kwargs.pop("config", None)
+        if not isinstance(config, DSparkConfig):
+            overrides = {name: kwargs.pop(name) for name in DSparkConfig._field_names() if name in kwargs and name != "dtype"}
+            config = DSparkConfig.from_pretrained(config or source, **hub, **overrides)
+        found = tensor_shapes(weight_files(source, kwargs.get("variant"), hub))
+        for part in ("embed_tokens", "lm_head"):
+            present = f"{part}.weight" in found
+            if getattr(config, f"has_{part}") and not present:
+                logger.warning("%s has no %s: it will be borrowed from the target by bind(target).", source, part)
+            setattr(config, f"has_{part}", present)
+        config._check()
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        compare_tensors(expected, found, source)
+        kwargs["use_safetensors"] = True
+        loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._check_loaded(source)
+        return loaded
+
+    def _check_loaded(self, source: str) -> None:
+        broken, constant = suspicious_tensors(self)
+        if broken:
+            raise ValueError(f"{source}: {', '.join(broken[:4])} hold NaN or infinity; download or train the head again")
+        if constant:
+            logger.warning(
+                "%s: all values of %s are the same. The file is incomplete or the head is untrained; it will hardly draft "
+                "an accepted token. Compare it with its source.",
+                source,
+                ", ".join(constant[:4]),
+            )
+        if self.config.has_reduced_vocab and self.d2t.device.type != "meta":
+            self._check_draft_ids(self.draft_token_ids())
+
+    def _check_draft_ids(self, ids: torch.Tensor) -> None:
+        size = self.config.vocab_size
+        if ids.shape != self.d2t.shape or bool((ids < 0).any() | (ids >= size).any() | (ids.diff() <= 0).any()):
+            raise ValueError(
+                f"the draft vocabulary must be {self.d2t.shape[0]} ascending target ids below {size}, kept as offsets (target "
+                "id = draft id + d2t[draft id]); save offsets, not absolute ids"
+            )
+
+    def bind(self, target: nn.Module) -> DSparkDraftModel:
+        """Join the head to its target: check that they belong together, and borrow what the head does not own.
+
+        The target is held weakly and is neither registered nor saved. Cheap when called again with the same target.
+
+        Args:
+            target: the loaded target model; under a PEFT adapter, quantised or compiled is fine.
+
+        Returns:
+            Itself.
+
+        Raises:
+            TypeError: not a model. ValueError: sizes, layers, taps or vocabulary do not fit; says what to use.
+        """
+        if self._borrowed is None or not self._borrowed.is_target(target):
+            check_target(self.config, target)
+            object.__setattr__(self, "_borrowed", BorrowedTarget(target))
+        return self
+
+    # -- vocabulary ---------------------------------------------------------------------------------------------------
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """P: most tokens that one block proposes."""
+        return self.config.max_draft_tokens
+
+    def draft_to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """Target ids of draft ids, any shape."""
+        return ids + self.d2t[ids] if self.config.has_reduced_vocab else ids
+
+    def draft_token_ids(self) -> torch.Tensor:
+        """[Vd] target ids that the head can propose, ascending."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
+        return self.draft_to_target(ids)
+
+    def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Choose the Vd target ids that the head proposes (before training).
+
+        Raises:
+            ValueError: not reduced, or not Vd different ids below V.
+        """
+        if not self.config.has_reduced_vocab:
+            raise ValueError("draft_vocab_size equals vocab_size; make the head with a smaller one to choose ids")
+        ids = target_ids.to(self.d2t.device, torch.int64).sort().values
+        self._check_draft_ids(ids)
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+
+    def to_target_logits(self, logits: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
+        """Draft logits [..., Vd] as logits [..., V'] over target ids, -inf where the head cannot propose.
+
+        Args:
+            vocab_size: V', the width of the target's logits, which padding may make larger than V; default V.
+        """
+        size = self.config.vocab_size if vocab_size is None else vocab_size
+        if logits.shape[-1] == size and not self.config.has_reduced_vocab:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], size), float("-inf"))
+        if not self.config.has_reduced_vocab:
+            wide[..., : logits.shape[-1]] = logits
+            return wide
+        return wide.index_copy_(-1, self.draft_token_ids().to(logits.device), logits)
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        weight = self.norm.weight
+        if self.embed_tokens is not None:
+            embedded = self.embed_tokens(ids.to(weight.device))
+        else:
+            embedded = self._require_target("embed_tokens").embed(ids).to(weight.device, weight.dtype)
+        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+
+    def _require_target(self, part: str) -> BorrowedTarget:
+        if self._borrowed is None:
+            raise ValueError(f"this head has no {part} of its own; call head.bind(target) first to borrow the target's")
+        return self._borrowed
+
+    def _block_embeddings(self, anchor_ids: torch.Tensor) -> torch.Tensor:
+        """[..., K, D]: the anchor's embedding, then K - 1 times the mask's, for anchors [...]."""
+        size, mask = self.config.block_size, self.mask_embedding
+        if mask is not None:
+            anchor = self._embed(anchor_ids)[..., None, :]
+            return torch.cat((anchor, mask.expand(*anchor.shape[:-2], size - 1, -1)), dim=-2)
+        ids = anchor_ids.new_full((*anchor_ids.shape, size), self.config.mask_token_id)
+        ids[..., 0] = anchor_ids
+        return self._embed(ids)
+
+    def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Base logits [..., Vd] of normed hidden states [..., D], in the lm_head's dtype."""
+        if self.lm_head is not None:
+            logits = self.lm_head(hidden)
+        else:
+            rows = self.draft_token_ids() if self.config.has_reduced_vocab else None
+            logits = self._require_target("lm_head").logits(hidden, rows).to(hidden.device)
+            logits = logits[..., : self.config.draft_vocab_size]  # the target's may be padded
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    # -- decoding: one round ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def new_context(self, batch_size: int, capacity: int = 256) -> DraftContext:
+        """An empty context for B rows, with room for ``capacity`` tokens each, on the head's device and in its dtype.
+
+        Raises:
+            ValueError: fewer than one row.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: it must be at least 1; give the rows that are decoded")
+        config, weight = self.config, self.norm.weight
+        room = max(capacity, 1) + config.block_size
+        shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, room, config.head_dim)
+        return DraftContext(weight.new_zeros(shape), weight.new_zeros(shape))
+
+    @torch.no_grad()
+    def extend_context(
+        self,
+        context: DraftContext,
+        taps: torch.Tensor | Sequence[torch.Tensor],
+        positions: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Add committed tokens to the context; each token's keys and values are computed once. Never waits for a device.
+
+        Args:
+            context: of :meth:`new_context`; changed in place.
+            taps: [B, T, m * Dt], or m tensors [B, T, Dt] in the order of ``target_layer_ids``; any dtype and device.
+            positions: [B, T] the tokens' positions (of padded rows: as the target counts them).
+            counts: [B] int64, how many of the T tokens of each row are real (the rest is padding at the right); ``None``:
+                all, the fast path.
+            max_length: the *exact* longest row afterwards, if the caller knows it; else an upper bound is kept, which
+                grows by T a call. With ``counts`` and one row, it also restores the path without a mask.
+        """
+        weight = self.norm.weight
+        if not isinstance(taps, torch.Tensor):
+            taps = torch.cat([tap.to(weight.device, weight.dtype) for tap in taps], dim=-1)
+        hidden = self.hidden_norm(self.fc(taps.to(weight.device, weight.dtype)))
+        steps = hidden.shape[1]
+        rotary = self.rotary(positions.to(weight.device), weight.dtype)
+        context.reserve(context.max_length + steps + self.config.block_size)
+        destination = None
+        if counts is not None:
+            counts = counts.to(weight.device)
+            # Padding lands behind the row's end, where it is never seen; it is zeroed in case it holds NaN.
+            padding = torch.arange(steps, device=weight.device) >= counts[:, None]
+            hidden = hidden.masked_fill(padding[..., None], 0.0)
+        if counts is not None or not context.uniform:
+            destination = context.lengths[:, None] + torch.arange(steps, device=weight.device)
+        for index, layer in enumerate(self.layers):
+            context.write(index, *layer.self_attn.keys_values(hidden, rotary), destination)
+        context.advance(steps, counts, max_length)
+
+    @torch.no_grad()
+    def draft_block(
+        self,
+        context: DraftContext,
+        anchor_ids: torch.Tensor,
+        positions: torch.Tensor,
+        num_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parallel stage: all slots of one block per row in one forward. The context stays as it is.
+
+        All K slots always run, since they see each other; the vocabulary projection runs for the slots asked for.
+
+        Args:
+            context: keys and values of every committed token before the anchor.
+            anchor_ids: [B] last committed token.
+            positions: [B] the anchor's position.
+            num_tokens: K' proposals wanted, 1 to P; default P.
+
+        Returns:
+            Hidden states [B, K', D] (normed) and base logits [B, K', Vd] (float32). Entry k predicts the token at the
+            anchor's position + 1 + k.
+
+        Raises:
+            ValueError: ``num_tokens`` out of range, or rows of a number other than the context's.
+        """
+        config, weight = self.config, self.norm.weight
+        wanted = config.max_draft_tokens if num_tokens is None else num_tokens
+        if not 1 <= wanted <= config.max_draft_tokens:
+            raise ValueError(f"num_tokens={num_tokens}: this head proposes 1 to {config.max_draft_tokens}; ask for that many")
+        if anchor_ids.shape != (context.batch_size,):
+            raise ValueError(f"anchor_ids is {list(anchor_ids.shape)}, the context has {context.batch_size} rows; give one each")
+        hidden = self._block_embeddings(anchor_ids)
+        size = config.block_size
+        steps = torch.arange(size, device=weight.device)
+        rotary = self.rotary(positions.to(weight.device)[:, None] + steps, weight.dtype)
+        context.reserve(context.max_length + size)
+        total = context.max_length + size
+        destination = None if context.uniform else context.lengths[:, None] + steps
+        masks: dict[int | None, torch.Tensor | None] = {}
+        for index, layer in enumerate(self.layers):
+            window = config.window_of_layer(index)
+            first = max(0, context.max_length - window) if window is not None and context.uniform else 0
+            if window not in masks:
+                masks[window] = None if context.uniform else _ragged_mask(context.lengths, size, total, window)
+            attention = layer.self_attn
+            normed = layer.input_layernorm(hidden)
+            context.write(index, *attention.keys_values(normed, rotary), destination)
+            keys, values = context.keys[index][:, :, first:total], context.values[index][:, :, first:total]
+            hidden = hidden + attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        start = size - config.max_draft_tokens
+        hidden = self.norm(hidden[:, start : start + wanted])
+        return hidden, self.project_logits(hidden).float()
+
+    def markov_step(
+        self,
+        state: torch.Tensor | None,
+        previous_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        base_logits: torch.Tensor,
+        top_k: int | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The sequential stage for one slot.
+
+        Args:
+            state: what the slot before returned; ``None`` at the first.
+            previous_ids: [B] *target* ids of the token before (the anchor at the first slot).
+            hidden: [B, D], this slot's of :meth:`draft_block`.
+            base_logits: [B, Vd], this slot's.
+            top_k: add the bias to this many best base logits only and make the others -inf; the draft distribution is then
+                that truncated one. Default: the configuration's ``draft_top_k``; 0 is all.
+
+        Returns:
+            Logits [B, Vd], confidence logits [B] (uncalibrated; ``None`` without the head), and the next state.
+        """
+        head, top_k = self.markov_head, self.config.draft_top_k if top_k is None else top_k
+        if head is None:
+            return base_logits, self._confidence(hidden, None), None
+        embedded = head.embed(previous_ids.to(hidden.device))
+        confidence = self._confidence(hidden, embedded)
+        latent, state = head.latent(state, embedded, hidden)
+        if not top_k or top_k >= base_logits.shape[-1]:
+            return base_logits + head.markov_w2(latent), confidence, state
+        best, index = base_logits.topk(top_k, dim=-1, sorted=False)
+        bias = (head.markov_w2.weight[index] @ latent[..., None]).squeeze(-1)
+        logits = torch.full_like(base_logits, float("-inf")).scatter_(-1, index, best + bias)
+        return logits, confidence, state
+
+    def _confidence(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor | None:
+        return None if self.confidence_head is None else self.confidence_head(hidden, embedded).float()
+
+    def confidence_probs(self, confidence_logits: torch.Tensor) -> torch.Tensor:
+        """Calibrated probabilities [..., K'] that a slot's token survives, of the first K' slots' logits."""
+        temperatures = self.config.confidence_temperatures
+        if temperatures is not None:
+            used = temperatures[: confidence_logits.shape[-1]]
+            confidence_logits = confidence_logits / confidence_logits.new_tensor(used)
+        return torch.sigmoid(confidence_logits)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def markov_logits(
+        self, previous_ids: torch.Tensor, hidden: torch.Tensor, base_logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Teacher-forced sequential stage for all slots; equal to :meth:`markov_step` fed with the same tokens.
+
+        Args:
+            previous_ids: [..., P] target ids of the token before each slot, the anchor first.
+            hidden: [..., P, D].
+            base_logits: [..., P, Vd].
+
+        Returns:
+            Corrected logits [..., P, Vd] and confidence logits [..., P] (``None`` without the head).
+        """
+        head = self.markov_head
+        if head is None:
+            return base_logits, self._confidence(hidden, None)
+        embedded = head.embed(previous_ids)
+        if head.kind == "rnn":
+            state: torch.Tensor | None = None
+            outputs = []
+            for slot in range(hidden.shape[-2]):
+                latent, state = head.latent(state, embedded[..., slot, :], hidden[..., slot, :])
+                outputs.append(latent)
+            latent = torch.stack(outputs, dim=-2)
+        else:
+            latent, _ = head.latent(None, embedded, hidden)
+        return base_logits + head.markov_w2(latent), self._confidence(hidden, embedded)
+
+    def block_forward(
+        self,
+        context_features: torch.Tensor,
+        anchors: torch.Tensor,
+        input_ids: torch.Tensor,
+        context_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Many blocks of the same sequences at once, with gradients. A block sees the context before its anchor and itself.
+
+        Args:
+            context_features: [B, S, m * Dt] taps of every token.
+            anchors: [B, N] index of each block's anchor in its sequence. Dummies may hold any index; they are clamped to
+                the sequence, give finite values, and are the caller's to mask in the loss.
+            input_ids: [B, S].
+            context_mask: [B, S] boolean, false for tokens (padding) that no block may see.
+            position_ids: [B, S]; default 0 to S - 1.
+
+        Returns:
+            Normed hidden states [B, N, P, D]; entry k predicts the token at the anchor + 1 + k.
+        """
+        config, weight = self.config, self.norm.weight
+        rows, length = input_ids.shape
+        anchors = anchors.clamp(0, length - 1)
+        slots = torch.arange(config.block_size, device=anchors.device)
+        if position_ids is None:
+            position_ids = torch.arange(length, device=anchors.device).expand(rows, -1)
+        block_positions = (position_ids.gather(1, anchors)[..., None] + slots).flatten(1)
+        hidden = self._block_embeddings(input_ids.gather(1, anchors)).flatten(1, 2)
+        features = self.hidden_norm(self.fc(context_features.to(weight.device, weight.dtype)))
+        context_rotary = self.rotary(position_ids, weight.dtype)
+        block_rotary = self.rotary(block_positions, weight.dtype)
+        masks: dict[int | None, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            window = config.window_of_layer(index)
+            if window not in masks:
+                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask)
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            pairs = zip(
+                attention.keys_values(features, context_rotary), attention.keys_values(normed, block_rotary), strict=True
+            )
+            keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs)
+            hidden = hidden + attention.attend(attention.queries(normed, block_rotary), keys, values, masks[window])
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = self.norm(hidden).view(rows, -1, config.block_size, config.hidden_size)
+        return hidden[:, :, config.block_size - config.max_draft_tokens :]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        context_features: torch.Tensor,
+        anchors: torch.Tensor,
+        context_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> DSparkOutput:
+        """Training forward: :meth:`block_forward`, lm_head and the teacher-forced heads; arguments as there.
+
+        Labels of block n, slot k are ``input_ids[anchors[n] + 1 + k]``, where that exists.
+        """
+        hidden = self.block_forward(context_features, anchors, input_ids, context_mask, position_ids)
+        slots = torch.arange(hidden.shape[2], device=anchors.device)
+        places = (anchors.clamp(min=0)[..., None] + slots).clamp(max=input_ids.shape[1] - 1)
+        previous = input_ids.gather(1, places.flatten(1)).view(places.shape)
+        base = self.project_logits(hidden)
+        logits, confidence = self.markov_logits(previous, hidden, base)
+        return DSparkOutput(logits=logits, confidence_logits=confidence, base_logits=base, hidden_states=hidden)
+
+
+def _ragged_mask(lengths: torch.Tensor, block: int, total: int, window: int | None) -> torch.Tensor:
+    """[B, 1, 1, total] keys that the block of each row sees: its context (the newest ``window`` of it) and itself."""
+    places = torch.arange(total, device=lengths.device)
+    seen = places < (lengths + block)[:, None]
+    if window is not None:
+        seen &= places >= (lengths - window)[:, None]
+    return seen[:, None, None]
+
+
+def _training_mask(
+    anchors: torch.Tensor, length: int, block: int, window: int | None, context_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """[B, 1, N * K, S + N * K]: context before the anchor, and the own block. No query is left without a key."""
+    places = torch.arange(length, device=anchors.device)
+    seen = places < anchors[..., None]
+    if window is not None:
+        seen = seen & (places >= anchors[..., None] - window)
+    if context_mask is not None:
+        seen = seen & context_mask[:, None].to(torch.bool)
+    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
+    own = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
+    return torch.cat((seen.repeat_interleave(block, dim=1), own), dim=-1)[:, None]
+
+
+AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
+AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
