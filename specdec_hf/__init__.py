@@ -28,19 +28,18 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__; a test compares it with _WHERE
-    from .generation import (
-        SpeculativeGenerationMixin,
-        SpeculativeModelForCausalLM,
-        disable_speculation,
-        enable_speculation,
-        install,
-        last_speculation,
-        speculative_decoding,
-        uninstall,
-    )
-    from .heads.dspark import DSparkConfig, DSparkDraftModel
-    from .options import SpeculativeConfig
-    from .output import SpeculationStats
+    from .generation import SpeculativeGenerationMixin as SpeculativeGenerationMixin
+    from .generation import SpeculativeModelForCausalLM as SpeculativeModelForCausalLM
+    from .generation import disable_speculation as disable_speculation
+    from .generation import enable_speculation as enable_speculation
+    from .generation import install as install
+    from .generation import last_speculation as last_speculation
+    from .generation import speculative_decoding as speculative_decoding
+    from .generation import uninstall as uninstall
+    from .heads.dspark import DSparkConfig as DSparkConfig
+    from .heads.dspark import DSparkDraftModel as DSparkDraftModel
+    from .options import SpeculativeConfig as SpeculativeConfig
+    from .output import SpeculationStats as SpeculationStats
 
 
 def __getattr__(name: str) -> Any:
