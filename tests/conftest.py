@@ -77,7 +77,7 @@ def make_target(family: str = "llama", seed: int = 0, spread: float = 6.0, **ove
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of single bytes with a small chat template, built in memory. Ids: 0 pad, 1 bos, 2 eos, then the bytes."""
+    """A tokenizer of single bytes with a small chat template, built in memory. Ids: 0 pad, 1 bos, 2 eos, then bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = _byte_characters()
