@@ -1,0 +1,346 @@
+"""Key/value memory that a speculative round can write to and take back without copying it.
+
+`SpeculativeCache` is a transformers `Cache` whose layers write into preallocated buffers. Slot s of a row holds the row's
+s-th column (left padding included), so rolling back is lowering a number, rows of a batch may have different lengths,
+and sliding windows count slots exactly as they do in plain decoding. Layers of the user's cache are taken in once, and
+the result is handed back in the user's own layer classes. Knows nothing of drafting.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._hf import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+#: Slots allocated beyond the prompt at first; the buffer grows by half when they are used up.
+_FIRST_RESERVE = 1024
+_CLASSES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+class RowLengths:
+    """Committed slots of each row, shared by all layers of a cache.
+
+    `tensor` is a LongTensor [B], or None while all rows have the same length (then layers count for themselves).
+    """
+
+    def __init__(self) -> None:
+        self.tensor: Tensor | None = None
+        self.shortest = 0
+        self._slots: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def set(self, tensor: Tensor, shortest: int) -> None:
+        self.tensor, self.shortest = tensor, shortest
+        self._slots = {}
+
+    def slots(self, added: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Index tensors ([B, 1], [B, added]) of the slots that the next `added` tokens of each row take."""
+        key = (added, device)
+        if key not in self._slots:
+            assert self.tensor is not None
+            lengths = self.tensor.to(device)
+            rows = torch.arange(lengths.shape[0], device=device)[:, None]
+            self._slots[key] = rows, lengths[:, None] + torch.arange(added, device=device)
+        return self._slots[key]
+
+
+class BufferedLayer(CacheLayerMixin):
+    """One layer's keys and values in preallocated buffers [B, H, capacity, head_dim].
+
+    Args:
+        rows: lengths shared with the other layers of the cache.
+        capacity: slots to allocate at first.
+        window: size of a sliding window in slots, None for full attention. Slots that no future query can see are
+            overwritten once the buffer is full, so memory stays a small multiple of the window.
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, rows: RowLengths, capacity: int, window: int | None = None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.window = window
+        self.is_sliding = window is not None
+        self.capacity = capacity if window is None else min(capacity, 2 * window + 64)
+        self.length = 0  # slots written for the longest row, those taken back not counted
+        self.offset = 0  # slots dropped in front of the buffer (sliding windows only)
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        def empty(states: Tensor) -> Tensor:
+            return states.new_empty((*states.shape[:2], self.capacity, states.shape[3]))
+
+        self._keys, self._values = empty(key_states), empty(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new states [B, H, T, head_dim] behind each row's last slot; returns the visible keys and values."""
+        added = key_states.shape[-2]
+        first = self._first_visible()
+        if self._keys is None or self._values is None:
+            if self.window is not None and added > self.capacity:
+                return self._keep_tail(key_states, value_states)
+            self.capacity = max(self.capacity, added)
+            self.lazy_initialization(key_states, value_states)
+        if self.length - self.offset + added > self.capacity:
+            self._make_room(first, added)
+        assert self._keys is not None and self._values is not None
+        start = self.length - self.offset
+        if self.rows.tensor is None:
+            self._keys[:, :, start : start + added] = key_states
+            self._values[:, :, start : start + added] = value_states
+        else:
+            rows, slots = self.rows.slots(added, key_states.device)
+            slots = slots - self.offset if self.offset else slots
+            self._keys[rows, :, slots] = key_states.transpose(1, 2)
+            self._values[rows, :, slots] = value_states.transpose(1, 2)
+        self.length += added
+        visible = slice(first - self.offset, start + added)
+        return self._keys[:, :, visible], self._values[:, :, visible]
+
+    def _first_visible(self) -> int:
+        """The first slot that a query behind the shortest row can see."""
+        if self.window is None:
+            return 0
+        shortest = self.length if self.rows.tensor is None else self.rows.shortest
+        return max(shortest - self.window + 1, self.offset)
+
+    def _keep_tail(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """A prompt longer than a sliding buffer: its queries need all of it once, later ones only the window."""
+        assert self.window is not None
+        kept = min(self.window, key_states.shape[-2])
+        self.lazy_initialization(key_states, value_states)
+        assert self._keys is not None and self._values is not None
+        self._keys[:, :, :kept] = key_states[:, :, -kept:]
+        self._values[:, :, :kept] = value_states[:, :, -kept:]
+        self.length = key_states.shape[-2]
+        self.offset = self.length - kept
+        return key_states, value_states
+
+    def _make_room(self, first: int, added: int) -> None:
+        """Drop slots before `first` (none in full attention) and enlarge the buffer if that is not enough."""
+        kept = slice(first - self.offset, self.length - self.offset)
+        needed = self.length - first + added
+        if needed > self.capacity:
+            self.capacity = max(needed, self.capacity + self.capacity // 2)
+
+        def moved(buffer: Tensor) -> Tensor:
+            if self.capacity == buffer.shape[2]:
+                buffer[:, :, : kept.stop - kept.start] = buffer[:, :, kept].clone()
+                return buffer
+            larger = buffer.new_empty((*buffer.shape[:2], self.capacity, buffer.shape[3]))
+            larger[:, :, : kept.stop - kept.start] = buffer[:, :, kept]
+            return larger
+
+        assert self._keys is not None and self._values is not None
+        self._keys, self._values = moved(self._keys), moved(self._values)
+        self.offset = first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(visible slots, first visible slot) of a forward over `query_length` new tokens."""
+        first = self._first_visible()
+        return self.length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:  # the name before 5.20
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.length -= abs(tokens_to_remove)
+
+    def fill(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take over cached states [B, H, T, head_dim], the last T of `length` slots."""
+        self.capacity = max(self.capacity, keys.shape[2])
+        self.lazy_initialization(keys, values)
+        assert self._keys is not None and self._values is not None
+        self._keys[:, :, : keys.shape[2]] = keys
+        self._values[:, :, : values.shape[2]] = values
+        self.length, self.offset = length, length - keys.shape[2]
+
+    def states(self, length: int) -> tuple[Tensor, Tensor, int]:
+        """Views of keys and values up to slot `length`, and the number of slots missing in front of them."""
+        assert self._keys is not None and self._values is not None
+        end = length - self.offset
+        return self._keys[:, :, :end], self._values[:, :, :end], self.offset
+
+    def select_rows(self, index: Tensor) -> None:
+        if self._keys is not None and self._values is not None:
+            index = index.to(self._keys.device)
+            self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
+
+
+class SpeculativeCache(DynamicCache):
+    """A cache for one `generate()` call.
+
+    Args:
+        source: the cache that `generate` prepared or the user passed in; its contents are copied, once.
+        capacity: slots the call can need at most (prompt + new tokens + one block).
+    """
+
+    def __init__(self, source: Cache, capacity: int) -> None:
+        reason = cannot_roll_back(source)
+        if reason is not None:
+            raise ValueError(f"{type(source).__name__} cannot be used for speculation: {reason}.")
+        self.rows = RowLengths()
+        self._parked: dict[int, list[tuple[Tensor, Tensor, int, int]]] = {}
+        cached = int(source.get_seq_length()) if source.layers else 0
+        first = min(capacity, cached + _FIRST_RESERVE)
+        make = partial(BufferedLayer, self.rows, first)
+        if source.layers:
+            Cache.__init__(self, layers=[_adopted(layer, make) for layer in source.layers])
+        else:
+            Cache.__init__(self, layer_class_to_replicate=make)  # type: ignore[arg-type]
+
+    @property
+    def buffered(self) -> list[BufferedLayer]:
+        """The layers that hold states of their own."""
+        return [layer for layer in self.layers if isinstance(layer, BufferedLayer)]
+
+    def commit(self, length: int) -> None:
+        """All rows now have `length` slots; what a round wrote behind them is taken back."""
+        for layer in self.buffered:
+            layer.length = length
+
+    def commit_rows(self, lengths: Tensor, longest: int, shortest: int) -> None:
+        """Row b now has `lengths[b]` slots (LongTensor [B]; the two ints are its maximum and minimum)."""
+        self.rows.set(lengths, shortest)
+        self.commit(longest)
+
+    def ragged_mask(self, valid: Tensor, added: int) -> dict[bool, Tensor]:
+        """Attention masks for `added` new tokens of rows that have different lengths.
+
+        Args:
+            valid: bool [B, S], False at padding slots; S at least the longest row plus `added`.
+
+        Returns:
+            By `is_sliding`: bool [B, 1, added, visible slots], True = attend.
+        """
+        assert self.rows.tensor is not None
+        queries = self.rows.slots(added, valid.device)[1][:, :, None]
+        masks: dict[bool, Tensor] = {}
+        for layer in self.buffered:
+            if layer.is_sliding in masks:
+                continue
+            visible, first = layer.get_mask_sizes(added)
+            slots = torch.arange(first, first + visible, device=valid.device)
+            mask = (slots <= queries) & valid[:, None, first : first + visible]
+            if layer.window is not None:
+                mask &= slots > queries - layer.window
+            masks[layer.is_sliding] = mask[:, None]
+        return masks
+
+    def park(self, rows: dict[int, tuple[int, int]]) -> None:
+        """Keep the states of rows that are about to leave: {row's number in the call: (present row, length)}."""
+        for number, (row, length) in rows.items():
+            states = [layer.states(length) for layer in self.buffered]
+            self._parked[number] = [(k[row].clone(), v[row].clone(), gone, length) for k, v, gone in states]
+
+    def select_rows(self, index: Tensor) -> None:
+        """Keep only the rows `index` (LongTensor) of the batch, in that order."""
+        for layer in self.buffered:
+            layer.select_rows(index)
+
+    def export(self, destination: Cache, length: int, numbers: list[int]) -> Cache:
+        """Write the committed states into `destination`, layer by layer, in its own classes.
+
+        Args:
+            destination: the cache that this one was made from.
+            length: slots of the longest row.
+            numbers: the call's row number of each row still in the batch.
+        """
+        layers = iter(destination.layers)
+        for place, layer in enumerate(self.buffered):
+            if layer._keys is None:
+                continue
+            keys, values, missing = self._assembled(place, layer, length, numbers)
+            own = next((own for own in layers if isinstance(own, _CLASSES)), None)
+            if own is None:
+                own = DynamicLayer()
+                destination.layers.append(own)
+            _write_back(own, keys, values, length, missing)
+        return destination
+
+    def _assembled(
+        self, place: int, layer: BufferedLayer, length: int, numbers: list[int]
+    ) -> tuple[Tensor, Tensor, int]:
+        keys, values, missing = layer.states(length)
+        if not self._parked:
+            return keys, values, missing
+        gone = max([missing, *(rows[place][2] for rows in self._parked.values())])
+        total = len(self._parked) + len(numbers)
+        full = [states.new_zeros(total, states.shape[1], length - gone, states.shape[3]) for states in (keys, values)]
+        for row, number in enumerate(numbers):
+            full[0][number], full[1][number] = keys[row, :, gone - missing :], values[row, :, gone - missing :]
+        for number, rows in self._parked.items():
+            k, v, dropped, own = rows[place]
+            for whole, part in zip(full, (k, v), strict=True):
+                whole[number, :, : max(own - gone, 0)] = part[:, gone - dropped :]
+        return full[0], full[1], gone
+
+
+def cannot_roll_back(cache: Any) -> str | None:
+    """Why a cache cannot serve speculation, in words; None if it can."""
+    if not isinstance(cache, Cache):
+        return f"it is a {type(cache).__name__}, not a transformers Cache"
+    if getattr(cache, "offloading", False):
+        return "its layers are offloaded to another device between forwards"
+    for layer in cache.layers:
+        if type(layer) not in _CLASSES and not (DummyLayer is not None and isinstance(layer, DummyLayer)):
+            return f"its layer {type(layer).__name__} cannot take back rejected tokens"
+    return None
+
+
+def _adopted(layer: Any, make: Any) -> Any:
+    if not isinstance(layer, _CLASSES):
+        return layer  # shares another layer's keys, holds none
+    static = isinstance(layer, StaticLayer)
+    if isinstance(layer, StaticSlidingWindowLayer):
+        # its size is min(window, max length): below the window nothing ever leaves it
+        buffered = make(window=layer.max_cache_len)
+    else:
+        buffered = make(window=getattr(layer, "sliding_window", None) if layer.is_sliding else None)
+    length = int(layer.get_seq_length())
+    if layer.is_initialized and length:
+        held = min(length, layer.keys.shape[2]) if static else layer.keys.shape[2]
+        buffered.fill(layer.keys[:, :, :held], layer.values[:, :, :held], length)
+    return buffered
+
+
+def _write_back(own: Any, keys: Tensor, values: Tensor, length: int, missing: int) -> None:
+    """Set a transformers layer to `keys`, `values`: the last T of `length` slots."""
+    if isinstance(own, StaticLayer):
+        if not own.is_initialized:
+            own.lazy_initialization(keys, values)
+        held = min(length, own.max_cache_len)
+        own.keys[:, :, :held] = keys[:, :, length - missing - held :]
+        own.values[:, :, :held] = values[:, :, length - missing - held :]
+        own.cumulative_length.fill_(length)
+        if isinstance(own, StaticSlidingWindowLayer):
+            own.cumulative_length_int = length
+        return
+    if not own.is_initialized:
+        own.lazy_initialization(keys, values)
+    if isinstance(own, DynamicSlidingWindowLayer):
+        own.cumulative_length = length
+        tail = own.sliding_window - 1
+        keys, values = keys[:, :, max(keys.shape[2] - tail, 0) :], values[:, :, max(values.shape[2] - tail, 0) :]
+    own.keys, own.values = keys, values

@@ -1,0 +1,354 @@
+"""The decoding loop: the only one. Batch 1 and batch B, greedy and sampling, every drafter.
+
+A round: the drafter proposes, the policy trims, the target runs each row's anchor and its drafted tokens in one forward, the
+accept rule judges, stopping criteria see every committed token, the cache keeps what was committed, the drafter observes.
+Knows `drafters.base`, never a concrete drafter.
+
+Rows advance in one of two ways. *Ragged*: each row accepts what it can, ends on its own and leaves the batch; a whole block is
+judged at once, with one wait for the device per round. *Level*: all rows advance by the same number of tokens, and one
+position at a time is judged with the full batch, exactly as plain decoding would show it to processors and criteria. Level is
+used where something of the call must see what plain decoding shows (`ProcessorStack.in_order`, `StoppingRules.in_order`) or
+where the attention implementation cannot mask rows of different lengths. Cutting every row to the shortest is lossless: whether
+position j is committed never depends on the token drawn there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _hf
+from .cache import SpeculativeCache
+from .drafters.base import Drafter, DraftRequest, Observation, Prompt
+from .forward import TargetRunner, must_stay_level
+from .options import SpeculativeConfig
+from .output import SpeculationStats, StepOutputs, Stopwatch
+from .policies import confident_lengths
+from .processors import DraftSampler, ProcessorStack, UniformStream
+from .proposal import Proposal, Round
+from .stopping import StoppingRules
+from .targets import TapRecorder
+from .verify import verify_greedy, verify_position, verify_sampled
+
+_STATE = "_speculation_state"  # attribute of a returned cache: what the drafter knows of it
+
+
+@dataclass
+class Call:
+    """One prepared `generate()` call, as transformers hands it to a decoding method.
+
+    Args:
+        model: the target.
+        input_ids: LongTensor [B, L].
+        logits_processor, stopping_criteria, generation_config: prepared by `generate`.
+        model_kwargs: inputs of the forward, among them the cache.
+        streamer: gets committed tokens, one at a time, then `end()`; or None.
+    """
+
+    model: Any
+    input_ids: Tensor
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+
+
+def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any, SpeculationStats]:
+    """Run one call to its end.
+
+    Returns:
+        What plain `generate` would return (token ids, or its output class), and the statistics.
+    """
+    recorder = TapRecorder(call.model, drafter.target_layer_ids)
+    with recorder, _hf.decode_context(call.model):
+        decoder = _Decoder(call, drafter, config, recorder)
+        decoder.run()
+        return decoder.output(), decoder.stats
+
+
+class _Decoder:
+    """The state of one call. Lists are indexed by the present row; `numbers` maps it to the call's row."""
+
+    def __init__(self, call: Call, drafter: Drafter, config: SpeculativeConfig, recorder: TapRecorder) -> None:
+        self.call, self.drafter, self.config, self.recorder = call, drafter, config, recorder
+        batch, prompt = call.input_ids.shape
+        device = call.input_ids.device
+        settings = call.generation_config
+        self.do_sample: bool = bool(settings.do_sample)
+        self.stats = SpeculationStats(drafter.name, *([[] for _ in range(batch)] for _ in range(3)))
+        self.watch = Stopwatch(self.stats)
+        self.stack = ProcessorStack(call.logits_processor)
+        self.rules = StoppingRules(call.stopping_criteria, batch)
+        self.block_size = min(config.num_assistant_tokens or drafter.max_tokens, drafter.max_tokens)
+        self.in_order = self.stack.in_order or self.rules.in_order or (batch > 1 and must_stay_level(call.model))
+        source = call.model_kwargs[_hf.CACHE_KEY]
+        self.keeps_cache = _hf.outlives_call(source, settings)
+        cached = int(source.get_seq_length()) if source.layers else 0
+        reserve = min(self.rules.max_length - prompt, 2**20) + self.block_size + 2
+        embedded = call.model_kwargs.get("inputs_embeds")
+        columns = max(prompt, 0 if embedded is None else embedded.shape[1]) + cached
+        self.capacity = columns + reserve
+        self.cache = SpeculativeCache(source, self.capacity)
+        self.runner = TargetRunner(
+            call.model, self.cache, dict(call.model_kwargs, **{_hf.CACHE_KEY: self.cache}), recorder, self.in_order,
+            self.capacity,
+        )  # fmt: skip
+        self.stream = UniformStream(config.generator, batch, device)
+        self.ids = torch.zeros(batch, prompt + reserve, dtype=torch.long, device=device)
+        self.ids[:, :prompt] = call.input_ids
+        self.lengths = [prompt] * batch
+        self.numbers = list(range(batch))
+        self.ended = [False] * batch  # rows that stopped but still stand in the batch
+        self.done: dict[int, Tensor] = {}
+        self.outputs = self._step_outputs(batch)
+        self.vocab_size = 0
+        self.shift = 0  # cached slots that input_ids does not name: embedded prompts, earlier turns
+
+    def _step_outputs(self, batch: int) -> StepOutputs:
+        settings = self.call.generation_config
+        names = ("scores", "logits", "hidden_states", "attentions")
+        wanted = {n for n in names if settings.return_dict_in_generate and getattr(settings, f"output_{n}")}
+        return StepOutputs(batch, wanted, [])
+
+    # -- the loop -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._prefill()
+        while self._unfinished():
+            limits = self._limits()
+            uniforms = self._uniforms(limits)
+            proposal = self._propose(limits, uniforms)
+            with self.watch.part("target"):
+                outputs, positions, tokens = self.runner.block(self.ids, self.lengths, proposal.width)
+                self.stats.forward_passes += 1
+            before = list(self.lengths)
+            self._judge(outputs, proposal, uniforms, max(self.runner.filled) + proposal.width + 1)
+            # The anchor was fed, so as many columns enter the cache as tokens were committed; a row that had
+            # ended only gives its last token to the cache.
+            gained = [max(now - then, 1) for now, then in zip(self.lengths, before, strict=True)]
+            self.runner.commit(gained)
+            taps = self.recorder.collect(outputs)
+            with self.watch.part("draft"):
+                self.drafter.observe(Observation(taps, positions, tokens, gained))
+            self._release_rows()
+        if self.call.streamer is not None:
+            self.call.streamer.end()
+        self.watch.stop()
+
+    def _unfinished(self) -> bool:
+        if not all(self.ended):
+            return True
+        longest = self._longest()
+        return any(self._owes_last_token(row) and self.lengths[row] < longest for row in range(len(self.numbers)))
+
+    def _owes_last_token(self, row: int) -> bool:
+        """Whether a cache that is handed back lacks this row's last token, which a longer row makes visible."""
+        return self.keeps_cache and not self.in_order and self.runner.filled[row] < self.lengths[row] + self.shift
+
+    def _longest(self) -> int:
+        return max([*self.lengths, *(ids.shape[0] for ids in self.done.values())])
+
+    def _prefill(self) -> None:
+        call = self.call
+        with self.watch.part("prefill"):
+            outputs = self.runner.prefill(call.input_ids, call.generation_config)
+            taps = self.recorder.collect(outputs)
+        self.shift = self.runner.filled[0] - self.lengths[0]
+        self.outputs._windows = [layer.window for layer in self.cache.buffered]
+        self.outputs.prefill(outputs)
+        outputs.logits = outputs.logits[:, -1:]
+        self.vocab_size = outputs.logits.shape[-1]
+        with self.watch.part("draft"):
+            positions, valid, cached = self.runner.prompt_columns()
+            self.drafter.start(
+                Prompt(call.input_ids, taps, positions, valid, cached, self.capacity, self._kept_state(any(cached)))
+            )
+        nothing = Proposal(call.input_ids[:, :0], [0] * len(self.numbers))
+        self._judge(outputs, nothing, self._uniforms([0] * len(self.numbers)), None)
+        self._release_rows()
+
+    def _kept_state(self, cached: bool) -> Any:
+        kept = getattr(self.call.model_kwargs[_hf.CACHE_KEY], _STATE, None)
+        return kept[1] if cached and kept is not None and kept[0] == self.drafter.identity else None
+
+    def _limits(self) -> list[int]:
+        """Tokens each row may draft: its budget less the token that the target adds itself."""
+        budget = self.rules.max_length - 1
+        return [
+            0 if ended else max(min(self.block_size, budget - length), 0)
+            for length, ended in zip(self.lengths, self.ended, strict=True)
+        ]
+
+    def _uniforms(self, limits: list[int]) -> Tensor | None:
+        return self.stream.take(self.numbers, limits, max(limits)) if self.do_sample else None
+
+    def _propose(self, limits: list[int], uniforms: Tensor | None) -> Proposal:
+        width = max(limits)
+        starts = torch.tensor(self.lengths, device=self.ids.device)
+        if width == 0:
+            return Proposal(self.ids[:, :0], limits)
+        rows = torch.arange(len(limits), device=self.ids.device)
+        with self.watch.part("draft"):
+            draws = uniforms if uniforms is not None else self.ids.new_zeros(len(limits), width, dtype=torch.float64)
+            sampler = DraftSampler(
+                self.stack, self.do_sample, self.ids, self.lengths, starts, draws, self.vocab_size
+            )  # fmt: skip
+            anchors = self.ids[rows, starts - 1]
+            proposal = self.drafter.propose(DraftRequest(anchors, self.runner.positions, limits, width, sampler))
+            threshold = self.config.assistant_confidence_threshold or 0.0
+            if threshold > 0 and proposal.confidence is not None:
+                return proposal.trimmed(confident_lengths(proposal.confidence, proposal.lengths, threshold))
+            return proposal
+
+    # -- judging ----------------------------------------------------------------------------------------------------------
+
+    def _judge(self, outputs: Any, proposal: Proposal, uniforms: Tensor | None, block_end: int | None) -> None:
+        """Commit what the target accepts of a block. `block_end` is None for the prompt's last position."""
+        logits = outputs.logits.to(self.ids.device, torch.float32, copy=True)
+        if self.in_order:
+            self._judge_in_order(outputs, logits, proposal, uniforms, block_end)
+        else:
+            self._judge_block(outputs, logits, proposal, uniforms, block_end)
+
+    def _judge_block(
+        self, outputs: Any, logits: Tensor, proposal: Proposal, uniforms: Tensor | None, block_end: int | None
+    ) -> None:
+        raw = logits.clone() if "logits" in self.outputs.wanted else logits
+        scores = logits if self.stack.is_empty else self.stack.block(self.ids, self.lengths, logits)
+        width = proposal.tokens.shape[1]
+        if uniforms is None:
+            choices = scores.argmax(dim=-1)
+            verdict = verify_greedy(choices, proposal)
+            broken = scores.gather(2, choices[:, :, None]).isnan().flatten(1).any(dim=1)
+        else:
+            probs = scores.softmax(dim=-1)
+            verdict = verify_sampled(probs, proposal, _accept_numbers(uniforms, width))
+            broken = probs[:, :, 0].isnan().any(dim=1)
+        columns = (verdict.accepted[:, None], proposal.tokens, verdict.next_tokens[:, None], broken[:, None].long())
+        host = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
+        starts = torch.tensor(self.lengths, device=self.ids.device)
+        rows = torch.arange(len(host), device=self.ids.device)
+        self.ids[rows, starts + verdict.accepted] = verdict.next_tokens
+        for row, (accepted, *drafted, following, nan) in enumerate(host):
+            if self.ended[row]:
+                continue
+            if nan:
+                raise ValueError(_nan_message(self.call.model, self.lengths[row]))
+            new = [*drafted[:accepted], following]
+            kept, self.ended[row] = self.rules.judge(self.ids, row, self.lengths[row], new)
+            for place in range(kept):
+                self._keep_outputs(outputs, row, place, scores, raw, block_end)
+            self._stream(new[:kept])
+            if block_end is not None:
+                self.stats.record(self.numbers[row], Round(proposal.lengths[row], accepted, kept))
+            self.lengths[row] += kept
+
+    def _judge_in_order(
+        self, outputs: Any, logits: Tensor, proposal: Proposal, uniforms: Tensor | None, block_end: int | None
+    ) -> None:
+        """The level way: place by place, for as long as every row keeps its drafted token."""
+        numbers = None if uniforms is None else _accept_numbers(uniforms, proposal.tokens.shape[1])
+        was_ended, start, committed = list(self.ended), self.lengths[0], 0
+        pad = _hf.pad_token(self.call.generation_config)
+        for place in range(logits.shape[1]):
+            length = start + place
+            raw = logits[:, place].clone()
+            scores = self.stack.one_position(self.ids[:, :length], raw)
+            if self.do_sample and bool(scores.isnan().any()):
+                raise ValueError(_nan_message(self.call.model, length))
+            pair = scores if numbers is None else numbers[:, [min(place, numbers.shape[1] - 1), -1]]
+            kept, tokens = verify_position(scores, proposal, place, pair, self.do_sample)
+            ended = torch.tensor(self.ended, device=tokens.device)
+            if self.rules.pads_finished_rows:
+                tokens = torch.where(ended, torch.full_like(tokens, pad or 0), tokens)
+                kept = kept | ended
+            self.ids[:, length] = tokens
+            committed += 1
+            for row in range(len(self.numbers)):
+                self._keep_outputs(outputs, row, place, scores[:, None], raw[:, None], block_end, at=0)
+            self._stream(tokens[:1].tolist())
+            so_far = self.outputs.result("scores")
+            stops = self.rules.criteria(self.ids[:, : length + 1], so_far)
+            self.ended = (ended | stops.to(ended.device)).tolist()
+            if all(self.ended) or not bool(kept.all()):
+                break
+        self.lengths = [start + committed] * len(self.lengths)
+        if block_end is not None:
+            for row, ended_before in enumerate(was_ended):
+                if not ended_before:
+                    self.stats.record(self.numbers[row], Round(proposal.lengths[row], committed - 1, committed))
+
+    def _keep_outputs(
+        self, outputs: Any, row: int, place: int, scores: Tensor, raw: Tensor, block_end: int | None, at: int | None = None
+    ) -> None:
+        if not self.outputs.wanted:
+            return
+        number = self.numbers[row]
+        self.outputs.add(number, row, place if at is None else at, scores, raw)
+        if block_end is not None:
+            self.outputs.add_states(number, row, place, outputs, self.runner.filled[row] + place, block_end)
+
+    def _stream(self, tokens: list[int]) -> None:
+        if self.call.streamer is not None:
+            for token in tokens:
+                self.call.streamer.put(torch.tensor([token]))
+
+    # -- rows and the end -------------------------------------------------------------------------------------------------
+
+    def _release_rows(self) -> None:
+        """Let rows that have ended leave the batch (level rows stay; the last rows stay for the end)."""
+        leaving = [row for row, ended in enumerate(self.ended) if ended and not self._owes_last_token(row)]
+        if self.in_order or not leaving or len(leaving) == len(self.numbers):
+            return
+        for row in leaving:
+            self.done[self.numbers[row]] = self.ids[row, : self.lengths[row]].clone()
+        if self.keeps_cache:
+            self.cache.park({self.numbers[row]: (row, self.runner.filled[row]) for row in leaving})
+            self.drafter.park({self.numbers[row]: row for row in leaving})
+        staying = [row for row in range(len(self.numbers)) if row not in leaving]
+        self.ids = self.ids[torch.tensor(staying, device=self.ids.device)]
+        self.lengths = [self.lengths[row] for row in staying]
+        self.numbers = [self.numbers[row] for row in staying]
+        self.ended = [self.ended[row] for row in staying]
+        self.stack.select_rows(staying)
+        self.runner.select_rows(staying)
+        self.drafter.select_rows(staying)
+
+    def output(self) -> Any:
+        """What plain `generate` returns for this call."""
+        longest, batch = self._longest(), len(self.numbers) + len(self.done)
+        pad = _hf.pad_token(self.call.generation_config)
+        sequences = torch.full((batch, longest), pad or 0, dtype=torch.long, device=self.ids.device)
+        for row, number in enumerate(self.numbers):
+            sequences[number, : self.lengths[row]] = self.ids[row, : self.lengths[row]]
+        for number, ids in self.done.items():
+            sequences[number, : ids.shape[0]] = ids
+        cache = None
+        if self.keeps_cache:
+            cache = self.cache.export(self.call.model_kwargs[_hf.CACHE_KEY], longest - 1 + self.shift, self.numbers)
+            setattr(cache, _STATE, (self.drafter.identity, self.drafter.state(self.numbers)))
+        if not self.call.generation_config.return_dict_in_generate:
+            return sequences
+        names = ("scores", "logits", "attentions", "hidden_states")
+        collected = {name: self.outputs.result(name) for name in names}
+        result = _hf.GenerateDecoderOnlyOutput(sequences=sequences, **collected, **{_hf.CACHE_KEY: cache})
+        result.speculation = self.stats
+        return result
+
+
+def _accept_numbers(uniforms: Tensor, width: int) -> Tensor:
+    """Of a round's numbers [B, 2 K + 1], those that judge `width` <= K drafted tokens and draw the one that follows."""
+    drawn = uniforms.shape[1] // 2
+    return torch.cat((uniforms[:, drawn : drawn + width], uniforms[:, -1:]), dim=1)
+
+
+def _nan_message(model: Any, length: int) -> str:
+    return (
+        f"the logits of {type(model).__name__} after {length} tokens contain NaN, so no next token exists. The model is "
+        "broken in this dtype or on this input: try float32 or another attention implementation, or pass "
+        "remove_invalid_values=True."
+    )

@@ -1,0 +1,123 @@
+"""What the decoding loop asks of a drafter, and what it tells it. One file in this folder is one strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ..options import SpeculativeConfig
+from ..processors import DraftSampler
+from ..proposal import Proposal
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a drafter learns once, after the target's prefill.
+
+    Args:
+        ids: LongTensor [B, L], the prompt as `generate` got it (cached turns included if they were passed).
+        taps: per target layer id, hidden states [B, T, Dt] of the T columns that were prefilled now.
+        positions: LongTensor [B, T], rotary positions of those columns.
+        valid: bool [B, T], False at padding; None = no padding.
+        cached: per row, valid tokens that the target's cache held before (earlier turns).
+        capacity: tokens a row can hold at most when the call ends.
+        state: what `Drafter.state` returned at the end of the call that filled the cache, or None.
+    """
+
+    ids: Tensor
+    taps: list[Tensor]
+    positions: Tensor
+    valid: Tensor | None
+    cached: list[int]
+    capacity: int
+    state: Any
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """One round's order.
+
+    Args:
+        anchors: LongTensor [B], the last committed token of each row, not yet in the target's cache.
+        positions: LongTensor [B], the anchors' rotary positions.
+        limits: tokens that each row may propose.
+        width: the largest limit (at least 1).
+        sampler: draws the tokens and keeps their distributions.
+    """
+
+    anchors: Tensor
+    positions: Tensor
+    limits: list[int]
+    width: int
+    sampler: DraftSampler
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the target's forward showed about the tokens that were committed.
+
+    Args:
+        taps: per target layer id, hidden states [B, S, Dt] of the block (the anchor first).
+        positions: LongTensor [B, S].
+        tokens: LongTensor [B, S], the block's input tokens.
+        counts: per row, how many of the S columns were committed.
+    """
+
+    taps: list[Tensor]
+    positions: Tensor
+    tokens: Tensor
+    counts: list[int]
+
+
+class Drafter(ABC):
+    """Proposes tokens. Holds the state of one `generate()` call.
+
+    Attributes:
+        name: the strategy's name, which is the file's name.
+        target_layer_ids: decoder layers whose hidden states it needs (0-based, -1 = embedding output).
+        max_tokens: most tokens it can propose in one round.
+    """
+
+    name: ClassVar[str]
+    target_layer_ids: list[int]
+    max_tokens: int
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for two drafters that can continue from each other's `state`."""
+        return (self.name,)
+
+    @classmethod
+    @abstractmethod
+    def create(cls, head: Any, target: Any, config: SpeculativeConfig) -> Drafter:
+        """A drafter for one call; checks that head and target fit, with an error that says what to do."""
+
+    @abstractmethod
+    def start(self, prompt: Prompt) -> None:
+        """Take in the prompt."""
+
+    @abstractmethod
+    def propose(self, request: DraftRequest) -> Proposal:
+        """Draft one block."""
+
+    @abstractmethod
+    def observe(self, observation: Observation) -> None:
+        """Take in committed tokens."""
+
+    @abstractmethod
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in that order."""
+
+    def park(self, rows: dict[int, int]) -> None:  # noqa: B027 - nothing to keep is a valid answer
+        """Keep the state of rows that are about to leave, for `state`: {row's number in the call: present row}."""
+
+    def state(self, numbers: list[int]) -> Any:
+        """What a later turn with the same cache should get as `Prompt.state`; None = nothing.
+
+        Args:
+            numbers: the call's row number of each row still in the batch.
+        """
+        return None

@@ -1,0 +1,161 @@
+"""DSpark: a block in one pass from the target's hidden states, made coherent by a Markov head.
+
+Source: "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (Cheng et al., 2026).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._hf import text_config
+from ..heads.dspark import DSparkDraftModel
+from ..options import SpeculativeConfig
+from ..proposal import Proposal
+from .base import Drafter, DraftRequest, Observation, Prompt
+
+
+@dataclass
+class _Parked:
+    """Context keys and values of rows that left the batch: [L, Hkv, T, head_dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class DSparkDrafter(Drafter):
+    """Drives a `DSparkDraftModel`.
+
+    Args:
+        head: the draft head, bound to the target.
+        target_vocab_size: V, the width of the target's logits.
+        config: `draft_top_k` and the confidence threshold are read.
+    """
+
+    name = "dspark"
+
+    def __init__(self, head: DSparkDraftModel, target_vocab_size: int, config: SpeculativeConfig) -> None:
+        self._head = head
+        self._top_k = config.draft_top_k
+        self._wants_confidence = bool(config.assistant_confidence_threshold)
+        self.target_layer_ids = list(head.config.target_layer_ids)
+        self.max_tokens = head.max_draft_tokens
+        narrower = head.config.draft_vocab_size != target_vocab_size  # reduced, or the target's logits are padded
+        self._vocabulary = head.draft_token_ids() if narrower else None
+        self._context: Any = None
+        self._lengths: list[int] = []  # context tokens of each row
+        self._parked: dict[int, _Parked] = {}
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.name, id(self._head))
+
+    @classmethod
+    def create(cls, head: Any, target: Any, config: SpeculativeConfig) -> DSparkDrafter:
+        if not isinstance(head, DSparkDraftModel):
+            raise TypeError(
+                f"speculative='dspark' needs a DSparkDraftModel as assistant_model, not {type(head).__name__}. Load one "
+                "with DSparkDraftModel.from_pretrained(...)."
+            )
+        head.bind(target)
+        if config.assistant_confidence_threshold and not head.config.enable_confidence_head:
+            raise ValueError(
+                f"assistant_confidence_threshold={config.assistant_confidence_threshold} needs a confidence head and this "
+                "draft head has none (enable_confidence_head=False): leave the threshold out."
+            )
+        return cls(head, text_config(target).vocab_size, config)
+
+    def start(self, prompt: Prompt) -> None:
+        batch, new = prompt.positions.shape
+        counts = [new] * batch if prompt.valid is None else prompt.valid.sum(dim=1).tolist()
+        context = self._kept_context(prompt)
+        self._lengths = list(prompt.cached) if context is not None else [0] * batch
+        self._context = context if context is not None else self._head.new_context(batch, prompt.capacity)
+        if prompt.valid is None:
+            self._extend(prompt.taps, prompt.positions, counts)
+            return
+        # Padding stands on the left (or in holes); the context takes the valid columns, packed to the left.
+        order = torch.argsort((~prompt.valid).long(), dim=1, stable=True)
+        taps = [tap.gather(1, order.to(tap.device)[:, :, None].expand_as(tap)) for tap in prompt.taps]
+        self._extend(taps, prompt.positions.gather(1, order), counts)
+
+    def _kept_context(self, prompt: Prompt) -> Any:
+        """The context of earlier turns, if it came with the cache; None to begin anew."""
+        if not any(prompt.cached):
+            return None
+        context = prompt.state
+        if context is None or context.batch_size != len(prompt.cached):
+            reason = "was not filled by a DSpark generate() call with this head"
+        elif any(own < cached for own, cached in zip(context.lengths.tolist(), prompt.cached, strict=True)):
+            reason = "has grown since this head last saw it"
+        else:
+            context.rollback(torch.tensor(prompt.cached), max_length=max(prompt.cached))
+            context.uniform = len(set(prompt.cached)) == 1
+            return context
+        warnings.warn(
+            f"The cache passed in {reason}. The text stays right, but the draft head lacks the hidden states of "
+            f"{max(prompt.cached)} cached tokens, so fewer drafted tokens will be accepted. For full speed pass on the cache "
+            "that generate(..., return_dict_in_generate=True) returned with this head, or prefill with it.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return None
+
+    def _extend(self, taps: list[Tensor], positions: Tensor, counts: list[int]) -> None:
+        """Add the first `counts[b]` columns of each row to the context."""
+        longest = max(counts)
+        self._lengths = [have + new for have, new in zip(self._lengths, counts, strict=True)]
+        taps, positions = [tap[:, :longest] for tap in taps], positions[:, :longest]
+        if min(counts) == longest and self._context.uniform:
+            self._head.extend_context(self._context, taps, positions)
+        else:
+            self._head.extend_context(
+                self._context, taps, positions, torch.tensor(counts), max_length=max(self._lengths)
+            )
+
+    def propose(self, request: DraftRequest) -> Proposal:
+        head, sampler = self._head, request.sampler
+        hidden, base = head.draft_block(self._context, request.anchors, request.positions, request.width)
+        previous, state, confidence = request.anchors, None, []
+        for k in range(request.width):
+            logits, survival, state = head.markov_step(state, previous, hidden[:, k], base[:, k], top_k=self._top_k)
+            if self._wants_confidence and survival is not None:
+                confidence.append(survival)
+            previous = sampler.sample(logits, self._vocabulary)
+        tokens, token_probs, probs, columns = sampler.drafted()
+        scores = head.confidence_probs(torch.stack(confidence, dim=1)) if confidence else None
+        return Proposal(tokens, list(request.limits), token_probs, probs, columns, scores)
+
+    def observe(self, observation: Observation) -> None:
+        self._extend(observation.taps, observation.positions, observation.counts)
+
+    def select_rows(self, rows: list[int]) -> None:
+        self._lengths = [self._lengths[row] for row in rows]
+        self._context.select_rows(torch.tensor(rows), max_length=max(self._lengths))
+        self._context.uniform = len(set(self._lengths)) == 1
+
+    def park(self, rows: dict[int, int]) -> None:
+        for number, row in rows.items():
+            keys, values = self._row(row)
+            self._parked[number] = _Parked(keys.clone(), values.clone())
+
+    def state(self, numbers: list[int]) -> Any:
+        if not self._parked:
+            return self._context
+        rows = {number: _Parked(*self._row(row)) for row, number in enumerate(numbers)} | self._parked
+        held = [rows[number].keys.shape[2] for number in range(len(rows))]
+        whole = self._head.new_context(len(rows), max(held))
+        for number, length in enumerate(held):
+            whole.keys[:, number, :, :length] = rows[number].keys
+            whole.values[:, number, :, :length] = rows[number].values
+        whole.lengths.copy_(torch.tensor(held))
+        whole.max_length, whole.uniform = max(held), len(set(held)) == 1
+        return whole
+
+    def _row(self, row: int) -> tuple[Tensor, Tensor]:
+        end = self._lengths[row]
+        return self._context.keys[:, row, :, :end], self._context.values[:, row, :, :end]

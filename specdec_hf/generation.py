@@ -1,0 +1,347 @@
+"""The four routes from `generate()` into the decoding loop.
+
+All of them end in transformers' public hook for another decoding method, a callable `custom_generate`, which hands over
+prepared inputs, processors and criteria (transformers 5.19 to 5.24). The hook drops `streamer` and `tokenizer`, so the callable
+holds the former and builds the stop-string criterion with the latter itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from . import _hf, drafters
+from .cache import cannot_roll_back
+from .decoding import Call, decode
+from .options import KNOBS, SpeculativeConfig, knobs_of_prepared, resolve, strategy_of, user_set
+from .output import SpeculationStats
+
+_LAST = "_last_speculation"
+
+
+def last_speculation(model: Any) -> SpeculationStats | None:
+    """Statistics of the model's latest speculative `generate()`, None if there was none. Also behind a PEFT wrapper."""
+    return getattr(_base(model), _LAST, None)
+
+
+class SpeculativeDecoding:
+    """A decoding method for `generate(custom_generate=...)`. Made by `speculative_decoding`.
+
+    transformers reads the signature of `__call__`: names that its own loop does not have are handed over exactly as the user
+    wrote them.
+    """
+
+    def __init__(
+        self, head: Any, config: SpeculativeConfig | str | None = None, *, tokenizer: Any = None, streamer: Any = None
+    ) -> None:
+        self.head, self.config, self.tokenizer, self.streamer = head, config, tokenizer, streamer
+        resolve(head, config, None, None, {})  # refuse a wrong configuration now, not in the first call
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        num_assistant_tokens: int | None = None,
+        num_assistant_tokens_schedule: str | None = None,
+        assistant_confidence_threshold: float | None = None,
+        stop_strings: Any = None,
+        generator: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Decode one prepared call. Raises ValueError for what speculation does not support."""
+        given = {
+            "num_assistant_tokens": num_assistant_tokens,
+            "num_assistant_tokens_schedule": num_assistant_tokens_schedule,
+            "assistant_confidence_threshold": assistant_confidence_threshold,
+        }
+        prepared = knobs_of_prepared(generation_config)
+        knobs = {name: prepared[name] if value is None else value for name, value in given.items()}
+        config = resolve(self.head, self.config, None, generator, knobs)
+        refuse_unsupported(model, generation_config, input_ids)
+        if stop_strings is not None:
+            stopping_criteria = self._with_stop_strings(stopping_criteria, stop_strings)
+        call = Call(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer
+        )  # fmt: skip
+        drafter = drafters.resolve(config, self.head, model)
+        if config.num_assistant_tokens is not None and config.num_assistant_tokens > drafter.max_tokens:
+            raise ValueError(
+                f"num_assistant_tokens={config.num_assistant_tokens} is more than this {config.strategy} assistant can draft "
+                f"in a round: pass at most {drafter.max_tokens}, or leave it out for that many."
+            )
+        reason = plain_reason(model_kwargs)
+        if reason is not None:
+            return self._plain(call, config, reason)
+        result, stats = decode(call, drafter, config)
+        setattr(model, _LAST, stats)
+        return result
+
+    def _with_stop_strings(self, criteria: Any, stop_strings: Any) -> Any:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"stop_strings={stop_strings!r} need the target's tokenizer: pass tokenizer=... to generate() (with "
+                "custom_generate, to speculative_decoding(head, tokenizer=...))."
+            )
+        rule = _hf.stopping.StopStringCriteria(stop_strings=stop_strings, tokenizer=self.tokenizer)
+        return _hf.stopping.StoppingCriteriaList([*criteria, rule])
+
+    def _plain(self, call: Call, config: SpeculativeConfig, reason: str) -> Any:
+        warnings.warn(
+            f"speculative={config.strategy!r} is not used: {reason}. Decoding goes on without speculation.",
+            UserWarning,
+            stacklevel=2,
+        )
+        stats = SpeculationStats("plain", [], [], [], fallback=reason)
+        setattr(call.model, _LAST, stats)
+        result = _hf.plain_decoding(
+            call.model,
+            call.input_ids,
+            logits_processor=call.logits_processor,
+            stopping_criteria=call.stopping_criteria,
+            generation_config=call.generation_config,
+            streamer=call.streamer,
+            **call.model_kwargs,
+        )
+        if call.generation_config.return_dict_in_generate:
+            result.speculation = stats
+        return result
+
+
+def speculative_decoding(
+    head: Any, config: SpeculativeConfig | str | None = None, *, tokenizer: Any = None, streamer: Any = None
+) -> SpeculativeDecoding:
+    """A value for `model.generate(..., custom_generate=...)` that leaves the model untouched.
+
+    Args:
+        head: the assistant, e.g. a `DSparkDraftModel`.
+        config: a strategy's name or a `SpeculativeConfig`; None = what the head's configuration names.
+        tokenizer: the target's; needed for `stop_strings` only.
+        streamer: the one given to `generate` too (generate puts the prompt there, the loop puts the rest).
+
+    Raises:
+        ValueError, TypeError: a configuration that cannot be.
+    """
+    return SpeculativeDecoding(head, config, tokenizer=tokenizer, streamer=streamer)
+
+
+def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> None:
+    """Raise for what speculation does not support and plain decoding would silently do differently."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder model; speculation supports decoder-only causal LMs. Call generate() without "
+            "the speculative assistant."
+        )
+    for field, off, what in (
+        ("num_beams", 1, "beam search"),
+        ("penalty_alpha", None, "contrastive search"),
+        ("dola_layers", None, "DoLa decoding"),
+        ("constraints", None, "constrained beam search"),
+        ("force_words_ids", None, "constrained beam search"),
+        ("use_mtp", None, "multi-token prediction"),
+        ("prompt_lookup_num_tokens", None, "transformers' own prompt lookup"),
+        ("assistant_ensemble_weight", None, "lossy assisted decoding"),
+    ):
+        value = getattr(generation_config, field, None)
+        if value not in (None, off, False):
+            raise ValueError(
+                f"{field}={value!r} asks for {what}, which cannot be combined with speculative decoding (greedy and sampling "
+                f"can). Leave out {field}, or leave out the assistant."
+            )
+    if input_ids.shape[0] == 0:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}: an empty batch; pass at least one prompt.")
+
+
+def plain_reason(model_kwargs: dict[str, Any]) -> str | None:
+    """Why this call has to be decoded plainly, in words; None if it can speculate."""
+    if not model_kwargs.get("use_cache", True):
+        return "use_cache=False leaves no cache to verify blocks against"
+    cache = model_kwargs.get(_hf.CACHE_KEY)
+    if cache is None:
+        return "the model manages its own state instead of a transformers Cache"
+    reason = cannot_roll_back(cache)
+    return None if reason is None else f"the cache ({type(cache).__name__}) cannot be used: {reason}"
+
+
+class SpeculativeGenerationMixin(_hf.GenerationMixin):
+    """`GenerationMixin` whose `generate` also takes `speculative=`, `assistant_strategy=` and `generator=`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `transformers.GenerationMixin.generate`, and with one of our heads as `assistant_model` speculatively.
+
+        Args:
+            assistant_model: a draft head, e.g. `DSparkDraftModel`.
+            speculative: a strategy's name or a `SpeculativeConfig`; None = what the head names.
+            assistant_strategy: exact alias of `speculative`.
+            generator: see `SpeculativeConfig`.
+            num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold: as in GenerationConfig.
+
+        Raises:
+            ValueError, TypeError: what speculation does not support; the message says what to do instead.
+        """
+        return _route(self, super().generate, args, kwargs)
+
+
+def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Send one call of `generate` into the loop if it asks for speculation, else to transformers as it is."""
+    head = kwargs.get("assistant_model")
+    wish = {name: kwargs.pop(name, None) for name in ("speculative", "assistant_strategy")}
+    wanted = any(value not in (None, False) for value in wish.values()) or strategy_of(head) is not None
+    if not wanted or wish["speculative"] is False or kwargs.get("custom_generate") is not None:
+        if strategy_of(head) is not None and kwargs.get("custom_generate") is None:
+            kwargs.pop("assistant_model")  # speculative=False: one of our heads means nothing to transformers
+        return plain_generate(*args, **kwargs)
+    _refuse_arguments(kwargs)
+    kwargs.pop("assistant_model", None)
+    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)
+    kwargs.pop("assistant_tokenizer", None)
+    generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
+    sources = [generation_config, model.generation_config]
+    knobs = {name: user_set(name, kwargs, sources) for name in KNOBS}
+    config = resolve(head, wish["speculative"], wish["assistant_strategy"], kwargs.pop("generator", None), knobs)
+    stop_strings = user_set("stop_strings", kwargs, sources)
+    if stop_strings is not None:
+        # Taken out of every configuration and handed to the loop: the hook drops the tokenizer that they need.
+        kwargs["stop_strings"] = stop_strings
+        if generation_config is not None and generation_config.stop_strings is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.stop_strings = None
+            args, kwargs["generation_config"] = args[:1], generation_config
+    loop = SpeculativeDecoding(head, config, tokenizer=tokenizer, streamer=streamer)
+    with _without_stop_strings(model, stop_strings is not None):
+        return plain_generate(*args, custom_generate=loop, **kwargs)
+
+
+@contextmanager
+def _without_stop_strings(model: Any, needed: bool) -> Iterator[None]:
+    """Hide stop strings of the model's own generation_config, which cannot be unset by an argument."""
+    own = model.generation_config.stop_strings
+    if not needed or own is None:
+        yield
+        return
+    model.generation_config.stop_strings = None
+    try:
+        yield
+    finally:
+        model.generation_config.stop_strings = own
+
+
+def _refuse_arguments(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus=True cannot be combined with speculative decoding: ranks accept different numbers of tokens, so their "
+            "forwards would not match. Leave out synced_gpus (no ZeRO-3 / FSDP sharded generation) or the assistant."
+        )
+    for name, what in (("use_model_defaults", None), ("negative_prompt_ids", "classifier-free guidance")):
+        if what and kwargs.get(name) is not None and kwargs.get("guidance_scale") in (None, 1):
+            raise ValueError(f"{name} asks for {what} but guidance_scale is not set: pass guidance_scale > 1.")
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def enable_speculation(model: Any) -> Any:
+    """Give a loaded model the mixin, in place; returns the model. Harmless when called twice.
+
+    The class keeps its name, module and bases, so saving, `isinstance` and hidden-state capture work as before. A
+    PEFT-wrapped model keeps its wrapper: the base model gets the mixin.
+
+    Raises:
+        TypeError: not a model that can generate.
+    """
+    base = _base(model)
+    cls = type(base)
+    if isinstance(base, SpeculativeGenerationMixin):
+        return model
+    if not isinstance(base, _hf.GenerationMixin):
+        raise TypeError(
+            f"{cls.__name__} has no generate(): enable_speculation takes a causal LM, e.g. one from "
+            "AutoModelForCausalLM.from_pretrained(...)."
+        )
+    if cls not in _CLASSES:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _CLASSES[cls] = type(cls.__name__, (SpeculativeGenerationMixin, cls), {**names, "_speculation_base": cls})
+    base.__class__ = _CLASSES[cls]
+    return model
+
+
+def disable_speculation(model: Any) -> Any:
+    """Take the mixin away again, in place; returns the model. Harmless on a model that never had it."""
+    base = _base(model)
+    original = getattr(type(base), "_speculation_base", None)
+    if original is not None:
+        base.__class__ = original
+    return model
+
+
+def _base(model: Any) -> Any:
+    """The model behind a PEFT wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+class SpeculativeModelForCausalLM:
+    """Loads a causal LM and enables speculation on it."""
+
+    def __init__(self) -> None:
+        raise TypeError("SpeculativeModelForCausalLM is not built directly: use from_pretrained(...) or from_config(...).")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """`AutoModelForCausalLM.from_pretrained`, then `enable_speculation`; same arguments and errors."""
+        return enable_speculation(AutoModelForCausalLM.from_pretrained(pretrained_model_name_or_path, *args, **kwargs))
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> Any:
+        """`AutoModelForCausalLM.from_config`, then `enable_speculation`."""
+        return enable_speculation(AutoModelForCausalLM.from_config(config, **kwargs))
+
+
+_INSTALLED: list[Any] = []
+
+
+class _Installation:
+    """What `install()` returns: a context manager that uninstalls at its end."""
+
+    def __enter__(self) -> _Installation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        uninstall()
+
+
+def install() -> _Installation:
+    """Patch `GenerationMixin.generate` for the whole process, for code that cannot be edited.
+
+    Every model then takes the speculative arguments. Never done on import. Calls nest: as many `uninstall()` undo it.
+    Also a context manager: `with install(): ...`.
+    """
+    original = _hf.GenerationMixin.generate
+    _INSTALLED.append(original)
+    if len(_INSTALLED) == 1:
+
+        @functools.wraps(original)
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self, SpeculativeGenerationMixin):
+                return original(self, *args, **kwargs)  # came through the mixin's own generate
+            return _route(self, functools.partial(original, self), args, kwargs)
+
+        _hf.GenerationMixin.generate = generate  # type: ignore[method-assign]
+    return _Installation()
+
+
+def uninstall() -> None:
+    """Undo the latest `install()`; harmless without one."""
+    if not _INSTALLED:
+        return
+    original = _INSTALLED.pop()
+    if not _INSTALLED:
+        _hf.GenerationMixin.generate = original  # type: ignore[method-assign]

@@ -1,0 +1,146 @@
+"""From `generate()`'s keyword arguments and a head's defaults to one frozen `SpeculativeConfig`.
+
+Everything a user can get wrong about *how* to speculate is refused here, before anything runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from ._hf import global_default
+from .policies import SCHEDULES
+
+#: generate() arguments that are ours alone; `SpeculativeConfig` says what they mean.
+OWN_KWARGS = ("speculative", "assistant_strategy", "generator")
+#: GenerationConfig fields that we read under their own names.
+KNOBS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How to speculate. Pass it as `generate(..., speculative=SpeculativeConfig(...))`, or a strategy's name alone.
+
+    Args:
+        strategy: name of the drafting strategy, e.g. `"dspark"`; None = the one that the head's configuration names.
+        num_assistant_tokens: tokens drafted per round; None = as many as the drafter can (DSpark: its block).
+        num_assistant_tokens_schedule: how that number changes from round to round; `"constant"` keeps it.
+        assistant_confidence_threshold: drafted tokens from the first one on whose estimated survival is below this
+            number in [0, 1] are cut before the target sees them; 0 = keep all; None = 0.
+        draft_top_k: compute the Markov bias on the k most likely base logits of each slot only, and draft from exactly
+            those (saves time with large vocabularies); None = the head's own setting.
+        generator: random numbers for sampling: a `torch.Generator`, or a list with one per row, which makes each row's
+            text independent of its neighbours; None = torch's global stream.
+
+    Raises:
+        ValueError, TypeError: a field out of its range.
+    """
+
+    strategy: str | None = None
+    num_assistant_tokens: int | None = None
+    num_assistant_tokens_schedule: str | None = None
+    assistant_confidence_threshold: float | None = None
+    draft_top_k: int | None = None
+    generator: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_assistant_tokens", "draft_top_k"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(
+                    f"{name}={value!r}: must be an integer of at least 1. Leave it out for the head's own default; to "
+                    "decode without speculation, leave out the assistant."
+                )
+        threshold = self.assistant_confidence_threshold
+        if threshold is not None and not 0.0 <= threshold <= 1.0:
+            raise ValueError(
+                f"assistant_confidence_threshold={threshold!r}: it is compared with a probability, so it must lie in "
+                "[0, 1]. 0 verifies every drafted token."
+            )
+        schedule = self.num_assistant_tokens_schedule
+        if schedule is not None and schedule not in SCHEDULES:
+            raise ValueError(
+                f"num_assistant_tokens_schedule={schedule!r} is not known{did_you_mean(schedule, SCHEDULES)}. "
+                f"There are: {', '.join(SCHEDULES)}."
+            )
+
+
+def did_you_mean(name: str, known: Any) -> str:
+    """`" (did you mean 'x'?)"` if a known name is close, else an empty string."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def strategy_of(head: Any) -> str | None:
+    """The strategy that a head's configuration names; None for anything that is not one of our heads."""
+    return getattr(getattr(head, "config", None), "speculative_strategy", None)
+
+
+def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any, knobs: dict[str, Any]) -> SpeculativeConfig:
+    """Merge what the user said, in this order: call arguments, the `SpeculativeConfig` passed, the head.
+
+    Args:
+        head: the assistant, or None.
+        speculative: `"name"`, a `SpeculativeConfig`, True (= the head's strategy), or None.
+        assistant_strategy: exact alias of `speculative`.
+        generator: see `SpeculativeConfig`.
+        knobs: `KNOBS` that the user really set.
+
+    Raises:
+        TypeError: `speculative` is of another type.
+        ValueError: both names given and different, or no strategy known.
+    """
+    if speculative is not None and assistant_strategy is not None and speculative != assistant_strategy:
+        raise ValueError(
+            f"speculative={speculative!r} and assistant_strategy={assistant_strategy!r} are two names of one argument "
+            "and differ: pass one of them."
+        )
+    wish = speculative if speculative is not None else assistant_strategy
+    if wish is None or wish is True:
+        config = SpeculativeConfig()
+    elif isinstance(wish, str):
+        config = SpeculativeConfig(strategy=wish)
+    elif isinstance(wish, SpeculativeConfig):
+        config = wish
+    else:
+        raise TypeError(
+            f"speculative={wish!r} is a {type(wish).__name__}: pass a strategy's name or a SpeculativeConfig."
+        )
+    updates = {name: value for name, value in knobs.items() if value is not None}
+    if generator is not None:
+        updates["generator"] = generator
+    strategy = config.strategy or strategy_of(head)
+    if strategy is None:
+        raise ValueError(
+            f"no drafting strategy: the assistant ({type(head).__name__}) names none. Say which, e.g. "
+            "speculative='dspark'."
+        )
+    return replace(config, strategy=strategy, **updates)
+
+
+def user_set(name: str, kwargs: dict[str, Any], configs: list[Any]) -> Any:
+    """The value of a GenerationConfig field as the user (or the model's own configuration) set it, else None.
+
+    Args:
+        kwargs: the keyword arguments of generate().
+        configs: GenerationConfig objects by falling priority; unset fields are None there.
+    """
+    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs if config is not None)):
+        if value is not None:
+            return value
+    return None
+
+
+def knobs_of_prepared(generation_config: Any) -> dict[str, Any]:
+    """`KNOBS` from a configuration in which transformers has already filled its own defaults.
+
+    A value equal to transformers' default (20 tokens, threshold 0.4) cannot be told from an unset one and counts as unset.
+    """
+    values = {name: getattr(generation_config, name, None) for name in KNOBS}
+    return {name: None if value == global_default(name) else value for name, value in values.items()}
+
+
+def field_names() -> tuple[str, ...]:
+    """The fields of `SpeculativeConfig`."""
+    return tuple(field.name for field in fields(SpeculativeConfig))

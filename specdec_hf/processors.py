@@ -1,0 +1,242 @@
+"""A `LogitsProcessorList` over a block of positions, each position with its true prefix.
+
+Processors fall into three kinds. *Fixed* ones (temperature, top-k, top-p, ...) look at the scores of one position only and
+take a whole block in one call. *Prefix* ones (repetition penalty, n-gram blocking, minimum length, ...) are a pure function
+of their own row's prefix: one call per position and group of rows of equal length. All *other* ones (a user's own, grammars,
+prefix constraints, classifier-free guidance, watermarks) may carry state or know their row's number, so they must see what
+plain decoding shows them: every row, each committed position once, in order. Decoding then judges one position at a time
+(`ProcessorStack.in_order` tells), and the draft, which would show them tokens that may be rejected, does without them. A
+processor of the user's that is a pure function of its row's prefix may say so with an attribute
+`pure_function_of_prefix = True` and is then treated as a prefix one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._hf import FIXED_PROCESSORS, PREFIX_PROCESSORS
+from .verify import draw
+
+
+def _is_fixed(processor: Any) -> bool:
+    return type(processor) in FIXED_PROCESSORS
+
+
+def _is_prefix(processor: Any) -> bool:
+    return type(processor) in PREFIX_PROCESSORS or getattr(processor, "pure_function_of_prefix", False) is True
+
+
+def _uses_ids(processor: Any) -> bool:
+    """Whether columns must be the target's token ids for this processor (temperature and cut-offs do not care)."""
+    return _is_prefix(processor) or type(processor).__name__ == "SuppressTokensLogitsProcessor"
+
+
+class ProcessorStack:
+    """The processors of one `generate()` call.
+
+    Args:
+        processors: the prepared `LogitsProcessorList`.
+    """
+
+    def __init__(self, processors: Any) -> None:
+        self._all = processors
+        self._pure = [p for p in processors if _is_fixed(p) or _is_prefix(p)]
+        self._pure_rows = list(self._pure)
+        #: True when some processor must be called exactly as plain decoding calls it.
+        self.in_order = len(self._pure) < len(processors)
+        #: True when columns must be target ids for some processor that the draft applies.
+        self.uses_ids = any(map(_uses_ids, self._pure))
+        self.is_empty = not processors
+
+    def one_position(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Every processor on one position of all rows, as plain decoding does it.
+
+        Args:
+            ids: LongTensor [B, L], the common prefix.
+            scores: float32 [B, V].
+        """
+        return self._all(ids, scores)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows of the batch, in that order, in processors that hold something per row."""
+        self._pure_rows = [_of_rows(processor, rows) for processor in self._pure_rows]
+
+    def block(self, ids: Tensor, starts: list[int], scores: Tensor) -> Tensor:
+        """All processors on a block; only valid when `in_order` is False.
+
+        Args:
+            ids: LongTensor [B, capacity], each row's tokens from column 0 on, drafted ones included.
+            starts: per row, the length of the prefix of the block's first position.
+            scores: float32 [B, S, V].
+
+        Returns:
+            float32 [B, S, V]; position i of row b processed with the prefix `ids[b, : starts[b] + i]`.
+        """
+        for processor in self._pure_rows:
+            if _is_fixed(processor):
+                scores = _fixed(processor, ids, scores)
+                continue
+            columns = [_prefix(processor, ids, [s + i for s in starts], scores[:, i]) for i in range(scores.shape[1])]
+            scores = torch.stack(columns, dim=1)
+        return scores
+
+    def draft(self, ids: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
+        """The pure processors on one position of the draft: `scores` float32 [B, W], prefix `ids[b, : lengths[b]]`."""
+        for processor in self._pure_rows:
+            if _is_fixed(processor):
+                scores = processor(ids[:, :1], scores)
+            else:
+                scores = _prefix(processor, ids, lengths, scores)
+        return scores
+
+
+def _fixed(processor: Any, ids: Tensor, scores: Tensor) -> Tensor:
+    flat = scores.flatten(0, 1)
+    return processor(ids[:1, :1].expand(flat.shape[0], -1), flat).view_as(scores)
+
+
+def _of_rows(processor: Any, rows: list[int]) -> Any:
+    """The processor for a part of the batch: the repetition penalty may hold the padding length of each row (5.20)."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor) or ignored.shape[0] == 1:
+        return processor
+    part = copy.copy(processor)
+    part.prompt_ignore_length = ignored[torch.tensor(rows, device=ignored.device)]
+    return part
+
+
+def _prefix(processor: Any, ids: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
+    if len(set(lengths)) == 1:
+        return processor(ids[:, : lengths[0]], scores)
+    result = torch.empty_like(scores)
+    for length in sorted(set(lengths)):
+        rows = [row for row, own in enumerate(lengths) if own == length]
+        index = torch.tensor(rows, device=scores.device)
+        result[index] = _of_rows(processor, rows)(ids[index, :length], scores[index])
+    return result
+
+
+class UniformStream:
+    """The random numbers of one call, float64 in [0, 1).
+
+    Every round takes all it needs in one draw per row, so a row that has its own generator gets the same numbers
+    whatever its neighbours do.
+
+    Args:
+        generator: None for torch's global stream, one `torch.Generator` for all rows, or a list with one per row.
+        batch_size: rows B.
+
+    Raises:
+        ValueError: a list whose length is not B.
+    """
+
+    def __init__(self, generator: Any, batch_size: int, device: torch.device) -> None:
+        if isinstance(generator, (list, tuple)) and len(generator) != batch_size:
+            raise ValueError(
+                f"generator has {len(generator)} entries for {batch_size} rows: pass one torch.Generator, or a list "
+                "with exactly one per row (after num_return_sequences)."
+            )
+        self._generator = generator
+        self._device = device
+
+    def take(self, numbers: list[int], limits: list[int], width: int) -> Tensor:
+        """Numbers for one round.
+
+        Args:
+            numbers: the call's row number of each row.
+            limits: tokens that each row may draft.
+            width: the largest limit, K.
+
+        Returns:
+            float64 [B, 2 K + 1]: K to draw drafted tokens with, K to accept them with, one for the token that follows.
+        """
+        if not isinstance(self._generator, (list, tuple)):
+            device = self._generator.device if self._generator is not None else self._device
+            shape = (len(numbers), 2 * width + 1)
+            return torch.rand(shape, dtype=torch.float64, generator=self._generator, device=device).to(self._device)
+        rows = torch.zeros(len(numbers), 2 * width + 1, dtype=torch.float64)
+        for row, (number, limit) in enumerate(zip(numbers, limits, strict=True)):
+            own = self._generator[number]
+            drawn = torch.rand(2 * limit + 1, dtype=torch.float64, generator=own, device=own.device).cpu()
+            rows[row, :limit], rows[row, width : width + limit] = drawn[:limit], drawn[limit : 2 * limit]
+            rows[row, -1] = drawn[-1]
+        return rows.to(self._device)
+
+
+class DraftSampler:
+    """Draws drafted tokens, and keeps the very distributions that they were drawn from.
+
+    Args:
+        stack: the call's processors.
+        do_sample: False drafts the most likely token (a one-hot distribution).
+        ids: LongTensor [B, capacity], the rows' tokens; drafted ones are written behind the committed ones, since
+            prefix processors and the target's block need them there.
+        lengths: committed tokens of each row.
+        positions: LongTensor [B], the same on the device.
+        uniforms: float64 [B, at least K].
+        vocab_size: V.
+    """
+
+    def __init__(
+        self,
+        stack: ProcessorStack,
+        do_sample: bool,
+        ids: Tensor,
+        lengths: list[int],
+        positions: Tensor,
+        uniforms: Tensor,
+        vocab_size: int,
+    ) -> None:
+        self._stack, self._do_sample, self._ids, self._lengths = stack, do_sample, ids, lengths
+        self._positions, self._uniforms, self._vocab_size = positions, uniforms, vocab_size
+        self._rows = torch.arange(ids.shape[0], device=ids.device)
+        self._tokens: list[Tensor] = []
+        self._probs: list[Tensor] = []
+        self._token_probs: list[Tensor] = []
+        self._vocabulary: Tensor | None = None
+
+    def sample(self, logits: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """Draw the next drafted token of each row.
+
+        Args:
+            logits: [B, W] in any float type; made float32 here, once, for both the draw and the accept ratio.
+            vocabulary: LongTensor [W], the target id of each column, None for all V ids in order.
+
+        Returns:
+            LongTensor [B] of target ids.
+        """
+        place = len(self._tokens)
+        scores = logits.to(self._ids.device, torch.float32)
+        if vocabulary is not None and self._stack.uses_ids:
+            full = scores.new_full((scores.shape[0], self._vocab_size), float("-inf"))
+            full[:, vocabulary] = scores
+            scores, vocabulary = full, None
+        if not self._stack.is_empty:
+            scores = self._stack.draft(self._ids, [length + place for length in self._lengths], scores)
+        columns = self._draw(scores, place) if self._do_sample else scores.argmax(dim=-1)
+        tokens = columns if vocabulary is None else vocabulary[columns]
+        self._ids[self._rows, self._positions + place] = tokens
+        self._tokens.append(tokens)
+        self._vocabulary = vocabulary
+        return tokens
+
+    def _draw(self, scores: Tensor, place: int) -> Tensor:
+        probs = torch.nan_to_num(scores.softmax(dim=-1))
+        # A row that nothing may be drawn from (all scores -inf, or NaN from a broken head) still drafts a token. It
+        # is then chosen, not drawn, so its distribution is one-hot; the accept rule stays exact.
+        probs[:, 0] += (probs.sum(dim=-1) <= 0).float()
+        columns = draw(probs, self._uniforms[:, place])
+        self._probs.append(probs)
+        self._token_probs.append(probs.gather(1, columns[:, None]).squeeze(1))
+        return columns
+
+    def drafted(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """(tokens [B, K], token_probs, probs, vocabulary), as `Proposal` wants them."""
+        tokens = torch.stack(self._tokens, dim=1)
+        if not self._do_sample:
+            return tokens, None, None, None
+        return tokens, torch.stack(self._token_probs, 1), torch.stack(self._probs, 1), self._vocabulary
