@@ -1,7 +1,7 @@
 """Draft heads: one file a head, config and model together, loaded on first use.
 
-``specdec_hf.heads.DSparkDraftModel`` imports torch and transformers only when it is asked for. Importing a head's module
-registers it with ``AutoConfig`` and ``AutoModel``.
+``specdec_hf.heads.DSparkDraftModel`` imports torch and transformers only when it is asked for. Importing a head's
+module registers it with ``AutoConfig`` and ``AutoModel``.
 """
 
 from __future__ import annotations

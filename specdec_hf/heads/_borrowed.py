@@ -1,4 +1,4 @@
-"""What a head takes from its target: the checks when they are joined, and embeddings and lm_head without owning them."""
+"""What a head takes from its target: checks when they are joined; embeddings and lm_head without owning them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class BorrowedTarget:
 
     def __init__(self, target: nn.Module) -> None:
         self._target = weakref.ref(target)
-        self._rows: tuple[Any, torch.Tensor] | None = None
+        self._rows: tuple[Any, torch.Tensor, torch.Tensor | None] | None = None
 
     def is_target(self, target: nn.Module) -> bool:
         """Whether this is the target bound already."""
@@ -31,7 +31,8 @@ class BorrowedTarget:
             raise ValueError("the target that this head was bound to has been deleted; call head.bind(target) again")
         module = getattr(target, getter)()
         if module is None:
-            raise ValueError(f"{type(target).__name__}.{getter}() is None; use a head with its own embed_tokens and lm_head")
+            name = type(target).__name__
+            raise ValueError(f"{name}.{getter}() is None; use a head with its own embed_tokens and lm_head")
         return module
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -40,30 +41,38 @@ class BorrowedTarget:
         weight = getattr(module, "weight", None)
         return module(ids.to(weight.device) if weight is not None and weight.device.type != "meta" else ids)
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """The target's lm_head on hidden states [..., Dt]: all logits, or only those of ids ``rows`` [Vd].
+    def logits(self, hidden: torch.Tensor, d2t: torch.Tensor | None) -> torch.Tensor:
+        """The target's lm_head on hidden states [..., Dt]: all logits, or those of the ids ``i + d2t[i]`` (Vd of them).
 
-        A plain weight has its rows gathered once and kept (not saved); any other module computes all, then selects.
+        Of a plain weight the rows are gathered once, in the head's dtype and on its device, and kept (not saved); any
+        other module (quantised, with an adapter, offloaded) computes all logits, and they are selected from.
         """
         module = self._module("get_output_embeddings")
         weight = getattr(module, "weight", None)
-        floating = isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.device.type != "meta"
-        dtype = weight.dtype if floating else getattr(self._target(), "dtype", hidden.dtype)
-        hidden = hidden.to(weight.device if floating else hidden.device, dtype)
-        if rows is None:
-            return module(hidden)
-        if not (type(module) is nn.Linear and floating and type(weight) is nn.Parameter and not hasattr(module, "_hf_hook")):
-            logits = module(hidden)
-            return logits.index_select(-1, rows.to(logits.device))
-        version = 0 if weight.is_inference() else weight._version
-        key = (weight.data_ptr(), version, weight.dtype, weight.device, rows.data_ptr(), rows._version)
+        dtype, device = getattr(self._target(), "dtype", hidden.dtype), hidden.device
+        if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.device.type != "meta":
+            dtype, device = weight.dtype, weight.device
+            plain = type(module) is nn.Linear and type(weight) is nn.Parameter
+            if d2t is not None and plain and not hasattr(module, "_hf_hook"):  # accelerate's hooks swap weights
+                return nn.functional.linear(hidden, *self._gathered(module, weight, d2t, hidden))
+        logits = module(hidden.to(device, dtype))
+        return logits if d2t is None else logits.index_select(-1, _draft_ids(d2t).to(logits.device))
+
+    def _gathered(
+        self, module: nn.Linear, weight: torch.Tensor, d2t: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        parts = [tensor for tensor in (weight, module.bias, d2t) if tensor is not None]
+        state = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in parts]
+        key = (*state, like.dtype, like.device)
         if self._rows is None or self._rows[0] != key:
-            taken = rows.to(weight.device)
-            gathered = weight.detach().index_select(0, taken)
-            bias = None if module.bias is None else module.bias.detach().index_select(0, taken)
-            self._rows = (key, gathered)
-            self._bias = bias
-        return nn.functional.linear(hidden, self._rows[1], self._bias)
+            ids = _draft_ids(d2t).to(weight.device)
+            taken = [part.detach().index_select(0, ids).to(like.device, like.dtype) for part in parts[:-1]]
+            self._rows = (key, taken[0], taken[1] if len(taken) > 1 else None)
+        return self._rows[1], self._rows[2]
+
+
+def _draft_ids(d2t: torch.Tensor) -> torch.Tensor:
+    return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:
@@ -92,8 +101,8 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
         _same("num_target_layers", config.num_target_layers, layers, f"the decoder layers of {name}")
     if max(config.target_layer_ids) >= layers - 1:
         raise ValueError(
-            f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} (0-based; "
-            "the last layer is refused, its state is reported after the final norm). Use the head's own target."
+            f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} "
+            "(0-based; the last layer is refused, its state is reported after the final norm). Use the head's own target."
         )
     _check_vocabulary(config, text, target, name)
 
@@ -114,13 +123,13 @@ def _check_vocabulary(config: PretrainedConfig, text: PretrainedConfig, target: 
     if size == config.vocab_size:
         return
     padding = size - config.vocab_size
-    ids = [(key, getattr(config, key), getattr(text, key, None)) for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
+    ids = [(key, getattr(config, key), getattr(text, key, None)) for key in ("bos_token_id", "eos_token_id")]
     differing = [f"{key} {ours} against {theirs}" for key, ours, theirs in ids if not _agree(ours, theirs)]
     if padding < 0 or padding > max(64, config.vocab_size // 50) or differing:
         why = f" ({', '.join(differing)})" if differing else ""
         raise ValueError(
-            f"the head has vocab_size={config.vocab_size}, but {name} has {size}{why}; they must be equal, or the target's may "
-            "be larger by padding only, with the same token ids. Use the target that the head was trained for."
+            f"the head has vocab_size={config.vocab_size}, but {name} has {size}{why}; they must be equal, or the "
+            "target's may be larger by padding only, with the same token ids. Use the target that the head was trained for."
         )
 
 

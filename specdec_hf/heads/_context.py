@@ -50,9 +50,7 @@ class DraftContext:
             new[:, :, :, : self.max_length] = old[:, :, :, : self.max_length]
             setattr(self, name, new)
 
-    def write(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, destination: torch.Tensor | None
-    ) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, destination: torch.Tensor | None) -> None:
         """Put keys and values [B, T, Hkv, hd] of one layer after the context.
 
         Args:

@@ -1,4 +1,4 @@
-"""Configuration of a DSpark head: what it is made of, for which target, and what is refused before anything is allocated.
+"""Configuration of a DSpark head: what it is made of and for which target. Nonsense is refused before allocation.
 
 Knows shapes and names only. It loads no weights and sees no model.
 """
@@ -11,13 +11,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ._config_sources import ROPE_TYPES, shape_of_target, spread_layers, translate_config
+
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MAX_PARAMETERS = 20e9
 """A head describing more parameters than this is taken for a damaged config.json and refused before allocation."""
 
-_DEEPSPEC_FIELDS = ("block_size", "target_layer_ids", "markov_rank")
-_QK_NORM_TYPES = ("qwen3", "qwen3_moe")
 _INTEGERS: dict[str, tuple[int, int]] = {
     "hidden_size": (1, 65_536),
     "intermediate_size": (1, 1_048_576),
@@ -48,26 +47,6 @@ _BOOLEANS = (
 )
 
 
-def spread_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Tap ids spread over the depth of a target, from the second layer to the third last one.
-
-    Args:
-        num_layers: decoder layers of the target (L).
-        count: how many taps are wanted; fewer come back when the target is too shallow.
-
-    Returns:
-        Ascending 0-based layer ids, at most L - 2: the last layer is never one. ``[-1]`` (the embedding output) when L
-        is 1. The same rule as DFlash and DeepSpec use (1, 9, 17, 25, 33 for 36 layers and five taps).
-    """
-    last = num_layers - 2
-    if last < 0:
-        return [-1]
-    start, end = min(1, last), max(min(1, last), num_layers - 3)
-    if count <= 1:
-        return [(start + end) // 2]
-    return sorted({round(start + i * (end - start) / (count - 1)) for i in range(count)})
-
-
 class DSparkConfig(PretrainedConfig):
     """Configuration of :class:`~specdec_hf.heads.dspark.DSparkDraftModel`.
 
@@ -76,9 +55,10 @@ class DSparkConfig(PretrainedConfig):
 
     Args:
         vocab_size: V, the target's vocabulary. Ids that the head reads are the target's.
-        draft_vocab_size: Vd, ids the head can propose; ``None`` means all V. A smaller one comes with the table ``d2t``.
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim, hidden_act,
-            rms_norm_eps, attention_bias, max_position_embeddings, initializer_range: the draft's own layers, as in Llama.
+        draft_vocab_size: Vd, ids the head can propose; ``None`` means all V. A smaller one comes with a table ``d2t``.
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
+            hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, initializer_range: the draft's own layers,
+            as in Llama.
         rope_parameters: ``{"rope_type": ..., "rope_theta": ...}``; rope types default, linear, llama3, yarn.
         qk_norm: RMS norm on queries and keys per attention head (Qwen3) or none (Llama).
         block_size: K, slots of a block, the anchor's included.
@@ -111,26 +91,27 @@ class DSparkConfig(PretrainedConfig):
 
     model_type = "dspark"
 
+    # Fields whose None is filled in below are never None afterwards, hence the ignores.
     vocab_size: int = 32_000
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int = None  # type: ignore[assignment]
     hidden_size: int = 512
     intermediate_size: int = 1_376
     num_hidden_layers: int = 1
     num_attention_heads: int = 8
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
+    head_dim: int = None  # type: ignore[assignment]
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     qk_norm: bool = True
     max_position_embeddings: int = 32_768
     initializer_range: float = 0.02
-    rope_parameters: dict | None = None
+    rope_parameters: dict[str, Any] = None  # type: ignore[assignment]
     block_size: int = 7
     mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
+    target_layer_ids: list[int] = None  # type: ignore[assignment]
     num_target_layers: int | None = 28
-    target_hidden_size: int | None = None
+    target_hidden_size: int = None  # type: ignore[assignment]
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
@@ -184,30 +165,31 @@ class DSparkConfig(PretrainedConfig):
     # -- defaults and checks ------------------------------------------------------------------------------------------
 
     def _fill_defaults(self, legacy: dict[str, Any]) -> None:
-        if self.draft_vocab_size is None:
-            self.draft_vocab_size = self.vocab_size
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and _is_int(self.hidden_size) and _is_int(self.num_attention_heads):
-            self.head_dim = self.hidden_size // max(self.num_attention_heads, 1)
-        if self.target_hidden_size is None:
-            self.target_hidden_size = self.hidden_size
-        if self.target_layer_ids is None:
-            _check_int("num_target_layers", self.num_target_layers, 1, _INTEGERS["num_target_layers"][1])
-            self.target_layer_ids = spread_layers(self.num_target_layers or 1)
-        elif isinstance(self.target_layer_ids, tuple):
-            self.target_layer_ids = list(self.target_layer_ids)
-        if self.markov_head_type is None or self.markov_head_type == "none" or self.markov_rank == 0:
+        given: Any = self  # as it came from a file or a user: not yet of the declared types
+        if given.draft_vocab_size is None:
+            given.draft_vocab_size = given.vocab_size
+        if given.num_key_value_heads is None:
+            given.num_key_value_heads = given.num_attention_heads
+        if given.head_dim is None and _is_int(given.hidden_size) and _is_int(given.num_attention_heads):
+            given.head_dim = given.hidden_size // max(given.num_attention_heads, 1)
+        if given.target_hidden_size is None:
+            given.target_hidden_size = given.hidden_size
+        if given.target_layer_ids is None:
+            _check_int("num_target_layers", given.num_target_layers, 1, _INTEGERS["num_target_layers"][1])
+            given.target_layer_ids = spread_layers(given.num_target_layers or 1)
+        elif isinstance(given.target_layer_ids, tuple):
+            given.target_layer_ids = list(given.target_layer_ids)
+        if given.markov_head_type is None or given.markov_head_type == "none" or given.markov_rank == 0:
             # Rank 0 and "none" are the same thing in the wild; keep one spelling so that the rest has one case.
-            _check_int("markov_rank", self.markov_rank, 0, _INTEGERS["markov_rank"][1])
-            self.markov_head_type, self.markov_rank = "none", 0
-            self.confidence_head_with_markov = False
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": legacy.get("rope_theta") or 10_000.0}
-        elif not isinstance(self.rope_parameters, dict):
-            _fail("rope_parameters", self.rope_parameters, "must be a dict with rope_type and rope_theta", "pass one")
+            _check_int("markov_rank", given.markov_rank, 0, _INTEGERS["markov_rank"][1])
+            given.markov_head_type, given.markov_rank = "none", 0
+            given.confidence_head_with_markov = False
+        if given.rope_parameters is None:
+            given.rope_parameters = {"rope_type": "default", "rope_theta": legacy.get("rope_theta") or 10_000.0}
+        elif not isinstance(given.rope_parameters, dict):
+            _fail("rope_parameters", given.rope_parameters, "must be a dict with rope_type and rope_theta", "pass one")
         else:
-            self.rope_parameters = dict(self.rope_parameters)
+            given.rope_parameters = dict(given.rope_parameters)
 
     def _check(self) -> None:
         for name, (low, high) in _INTEGERS.items():
@@ -228,8 +210,8 @@ class DSparkConfig(PretrainedConfig):
         self._check_heads()
         if self.parameter_count() > MAX_PARAMETERS:
             raise ValueError(
-                f"this configuration describes {self.parameter_count() / 1e9:.0f} billion parameters; a draft head has at "
-                f"most {MAX_PARAMETERS / 1e9:.0f}. config.json is probably damaged or written for another model."
+                f"this configuration describes {self.parameter_count() / 1e9:.0f} billion parameters; a draft head has "
+                f"at most {MAX_PARAMETERS / 1e9:.0f}. config.json is probably damaged or written for another model."
             )
 
     def _check_layers(self) -> None:
@@ -245,7 +227,8 @@ class DSparkConfig(PretrainedConfig):
         from transformers.activations import ACT2FN
 
         if self.hidden_act not in ACT2FN:
-            _fail("hidden_act", self.hidden_act, "must be an activation of transformers", _nearest(self.hidden_act, ACT2FN))
+            near = _nearest(self.hidden_act, ACT2FN)
+            _fail("hidden_act", self.hidden_act, "must be an activation of transformers", near)
         rope_type = self.rope_parameters.get("rope_type", "default")
         if rope_type not in ROPE_TYPES:
             _fail("rope_type", rope_type, f"must be one of {', '.join(ROPE_TYPES)}", "train the head with one of these")
@@ -297,9 +280,9 @@ class DSparkConfig(PretrainedConfig):
         last = self.num_target_layers - 1
         if last in taps:
             raise ValueError(
-                f"target_layer_ids={taps} has the target's last layer ({last} of {self.num_target_layers}); that one is "
-                "refused, because transformers reports it after the final norm and other engines before it. Use ids up "
-                f"to {last - 1}."
+                f"target_layer_ids={taps} has the target's last layer ({last} of {self.num_target_layers}); that one "
+                "is refused, because transformers reports it after the final norm and other engines before it. Use ids "
+                f"up to {last - 1}."
             )
         if max(taps) > last:
             _fail(
@@ -322,8 +305,8 @@ class DSparkConfig(PretrainedConfig):
         for name in ("has_embed_tokens", "has_lm_head"):
             if not getattr(self, name) and self.hidden_size != self.target_hidden_size:
                 raise ValueError(
-                    f"{name}=False borrows it from the target, whose width is {self.target_hidden_size}, but hidden_size="
-                    f"{self.hidden_size}; both must agree. Set {name}=True or hidden_size={self.target_hidden_size}."
+                    f"{name}=False borrows it from the target, whose width is {self.target_hidden_size}, but "
+                    f"hidden_size={self.hidden_size}; both must agree. Set {name}=True or hidden_size={self.target_hidden_size}."
                 )
         temperatures = self.confidence_temperatures
         if temperatures is not None:
@@ -351,8 +334,9 @@ class DSparkConfig(PretrainedConfig):
             **overrides: fields of this class; they win over what is derived.
 
         Returns:
-            A configuration whose layers have the target's width, head layout and rotary base (``num_hidden_layers`` stays
-            1), whose taps are spread over the depth without the last layer, and which borrows embeddings and lm_head.
+            A configuration whose layers have the target's width, head layout and rotary base (``num_hidden_layers``
+            stays 1), whose taps are spread over the depth without the last layer, and which borrows embeddings and
+            lm_head.
 
         Raises:
             ValueError: the target is an encoder-decoder, or an override is not a field (the nearest name is given).
@@ -364,9 +348,10 @@ class DSparkConfig(PretrainedConfig):
             )
         unknown = sorted(set(overrides) - set(cls._field_names()))
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not a field of {cls.__name__}; {_nearest(unknown[0], cls._field_names())}")
-        text = target_config.get_text_config(decoder=True) if hasattr(target_config, "get_text_config") else target_config
-        fields = _shape_of(text)
+            near = _nearest(unknown[0], cls._field_names())
+            raise ValueError(f"{unknown[0]!r} is not a field of {cls.__name__}; {near}")
+        text = target_config.get_text_config(decoder=True)
+        fields = shape_of_target(text)
         fields["target_name_or_path"] = getattr(target_config, "_name_or_path", None) or None
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(text, name, None)
@@ -389,115 +374,13 @@ class DSparkConfig(PretrainedConfig):
         return [name for klass in cls.__mro__ for name in getattr(klass, "__annotations__", {}) if name[0] != "_"]
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """As in transformers; a DeepSpec ``config.json`` comes back in this class's own fields."""
         fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return translate_config(fields, str(pretrained_model_name_or_path)), kwargs
-
-
-def translate_config(fields: dict[str, Any], where: str) -> dict[str, Any]:
-    """Fields of a ``config.json`` in our names: ours as they are, DeepSpec's translated, anything else refused.
-
-    The layout is told by its fields, never by the name of a class or a path.
-
-    Raises:
-        ValueError: not a head that this class can read; the message says which layout it looks like and what to do.
-    """
-    if fields.get("model_type") == DSparkConfig.model_type or not fields:
-        return fields
-    if "speculators_model_type" in fields or "speculators_config" in fields:
-        raise ValueError(
-            f"{where} is in the speculators layout, whose layer ids differ by one. Convert it first: "
-            "specdec convert SOURCE DESTINATION."
-        )
-    if all(name in fields for name in _DEEPSPEC_FIELDS):
-        return translate_deepspec(fields, where)
-    if "dflash_config" in fields:
-        raise ValueError(f"{where} is in z-lab's DFlash layout. Convert it first: specdec convert SOURCE DESTINATION.")
-    missing = [name for name in _DEEPSPEC_FIELDS if name not in fields]
-    raise ValueError(
-        f"{where} is not a DSpark head: model_type={fields.get('model_type')!r} and config.json has no {', '.join(missing)}. "
-        "Give the head's directory or repository, not the target's."
-    )
-
-
-def translate_deepspec(fields: dict[str, Any], where: str = "this configuration") -> dict[str, Any]:
-    """DeepSpec's ``config.json`` (the target's copied, plus DSpark fields) as fields of :class:`DSparkConfig`.
-
-    Args:
-        fields: the dict read from ``config.json``.
-        where: named in errors.
-
-    Raises:
-        ValueError: no rotary base is given, since a guessed one loads without error and drafts nonsense.
-    """
-    if not fields.get("rope_parameters") and not fields.get("rope_theta"):
-        raise ValueError(
-            f"{where} has neither rope_parameters nor rope_theta; a guessed base would draft nonsense without an error. "
-            "Add the target's rope_parameters to config.json."
-        )
-    names = set(DSparkConfig._field_names()) - {"transformers_version", "architectures", "layer_types"}
-    ours = {name: value for name, value in fields.items() if name in names}
-    rope = fields.get("rope_parameters") or {
-        **{("rope_type" if key == "type" else key): value for key, value in (fields.get("rope_scaling") or {}).items()},
-        "rope_theta": fields["rope_theta"],
-    }
-    kinds = fields.get("layer_types") or []
-    windowed = "sliding_attention" in kinds
-    ours.update(
-        model_type=DSparkConfig.model_type,
-        rope_parameters={"rope_type": "default", **rope},
-        qk_norm=fields.get("qk_norm", fields.get("model_type") in _QK_NORM_TYPES),
-        target_hidden_size=fields.get("target_hidden_size") or fields.get("hidden_size"),
-        num_target_layers=fields.get("num_target_layers"),
-        sliding_window=fields.get("sliding_window") if windowed else None,
-        layer_types=kinds if windowed and len(set(kinds)) > 1 else None,
-        sample_from_anchor=fields.get("sample_from_anchor", True),
-        tie_word_embeddings=False,
-    )
-    if "torch_dtype" in fields:
-        ours.setdefault("dtype", fields["torch_dtype"])
-    return ours
-
-
-def _shape_of(text: PretrainedConfig) -> dict[str, Any]:
-    """Shape of a target from its text configuration; GPT-2's older names are known through its ``attribute_map``."""
-    hidden, heads = text.hidden_size, text.num_attention_heads
-    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-    if isinstance(inner, (list, tuple)):  # Gemma 3n: one value a layer
-        inner = inner[0]
-    act = getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None) or "silu"
-    return {
-        "vocab_size": text.vocab_size,
-        "hidden_size": hidden,
-        "target_hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_target_layers": text.num_hidden_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": _even(getattr(text, "head_dim", None) or hidden // heads),
-        "hidden_act": act,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_epsilon", None) or 1e-6,
-        "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32_768,
-        "rope_parameters": _rope_of(text),
-        "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
-        "has_embed_tokens": False,
-        "has_lm_head": False,
-    }
-
-
-def _rope_of(text: PretrainedConfig) -> dict[str, Any]:
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope and all(isinstance(value, dict) or value is None for value in rope.values()):  # Gemma 3: one dict a layer type
-        rope = rope.get("full_attention") or next(value for value in rope.values() if value)
-    theta = rope.get("rope_theta") or getattr(text, "rope_theta", None) or 10_000.0
-    if rope.get("rope_type", "default") in ROPE_TYPES[1:]:
-        return {**{key: value for key, value in rope.items() if key != "partial_rotary_factor"}, "rope_theta": theta}
-    return {"rope_type": "default", "rope_theta": theta}
-
-
-def _even(value: int) -> int:
-    return value + value % 2
+        source = str(pretrained_model_name_or_path)
+        return translate_config(fields, source, cls.model_type, cls._field_names()), kwargs
 
 
 def _is_int(value: Any) -> bool:

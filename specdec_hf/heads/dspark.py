@@ -1,7 +1,7 @@
 """The DSpark head: a parallel block backbone fed by the target's hidden states, a Markov head and a confidence head.
 
-One round of the paper's drafting is three calls: :meth:`DSparkDraftModel.extend_context` with the hidden states of newly
-committed tokens, :meth:`DSparkDraftModel.draft_block` for the whole block at once, and
+One round of the paper's drafting is three calls: :meth:`DSparkDraftModel.extend_context` with the hidden states of
+newly committed tokens, :meth:`DSparkDraftModel.draft_block` for the whole block at once, and
 :meth:`DSparkDraftModel.markov_step` slot by slot. Sampling, verification and caches of the target are not known here.
 
 Letters: B rows, T context tokens, K ``block_size``, P proposals of a block (K, or K - 1 when the anchor slot predicts
@@ -11,47 +11,31 @@ Source: Cheng et al., "DSpark", 2026, and the checkpoints of DeepSpec.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers import initialization as init
-from transformers.utils import ModelOutput
 
 from ._borrowed import BorrowedTarget, check_target
 from ._context import DraftContext
-from ._dspark_config import DSparkConfig, spread_layers
+from ._config_sources import spread_layers
+from ._dspark_config import DSparkConfig
+from ._dspark_training import BlockTraining, DSparkOutput
 from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
-from ._loading import HUB_KEYWORDS, compare_tensors, suspicious_tensors, tensor_shapes, weight_files
+from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
 
 __all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "spread_layers"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class DSparkOutput(ModelOutput):
-    """Result of one training forward.
-
-    Attributes:
-        logits: [B, N, P, Vd], Markov bias included.
-        confidence_logits: [B, N, P], or ``None`` without a confidence head.
-        base_logits: [B, N, P, Vd] before the Markov bias.
-        hidden_states: [B, N, P, D] after the final norm.
-    """
-
-    logits: torch.Tensor | None = None
-    confidence_logits: torch.Tensor | None = None
-    base_logits: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
-
-
-class DSparkDraftModel(PreTrainedModel):
+class DSparkDraftModel(BlockTraining, PreTrainedModel):
     """Drafts a block of tokens for a target model; see the module's docstring for one round.
 
     ``from_pretrained`` reads this package's directories and DeepSpec's (``Qwen3DSparkModel``) as they are.
@@ -113,8 +97,8 @@ class DSparkDraftModel(PreTrainedModel):
 
         Args:
             pretrained_model_name_or_path: directory or Hub repository of a head.
-            **kwargs: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``, ``token``
-                and the others of transformers; fields of :class:`DSparkConfig` override those in ``config.json``.
+            **kwargs: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``,
+                ``token`` and the others of transformers; fields of :class:`DSparkConfig` override those in ``config.json``.
 
         Returns:
             The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
@@ -131,34 +115,28 @@ class DSparkDraftModel(PreTrainedModel):
         hub = {name: kwargs[name] for name in HUB_KEYWORDS if kwargs.get(name) is not None}
         config = kwargs.pop("config", None)
         if not isinstance(config, DSparkConfig):
-            overrides = {name: kwargs.pop(name) for name in DSparkConfig._field_names() if name in kwargs and name != "dtype"}
+            fields = set(DSparkConfig._field_names()) - {"dtype"}
+            overrides = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = DSparkConfig.from_pretrained(config or source, **hub, **overrides)
+        config = copy.deepcopy(config)
         found = tensor_shapes(weight_files(source, kwargs.get("variant"), hub))
-        for part in ("embed_tokens", "lm_head"):
-            present = f"{part}.weight" in found
-            if getattr(config, f"has_{part}") and not present:
-                logger.warning("%s has no %s: it will be borrowed from the target by bind(target).", source, part)
-            setattr(config, f"has_{part}", present)
+        absent = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in found]
+        borrowed = [name for name in absent if getattr(config, f"has_{name}")]
+        config.has_embed_tokens, config.has_lm_head = "embed_tokens" not in absent, "lm_head" not in absent
         config._check()
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         compare_tensors(expected, found, source)
+        if borrowed:
+            names = " and ".join(borrowed)
+            logger.warning("%s has no %s: bind(target) will borrow what is missing from the target.", source, names)
         kwargs["use_safetensors"] = True
         loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
         (loaded[0] if isinstance(loaded, tuple) else loaded)._check_loaded(source)
         return loaded
 
     def _check_loaded(self, source: str) -> None:
-        broken, constant = suspicious_tensors(self)
-        if broken:
-            raise ValueError(f"{source}: {', '.join(broken[:4])} hold NaN or infinity; download or train the head again")
-        if constant:
-            logger.warning(
-                "%s: all values of %s are the same. The file is incomplete or the head is untrained; it will hardly draft "
-                "an accepted token. Compare it with its source.",
-                source,
-                ", ".join(constant[:4]),
-            )
+        check_values(self, source)
         if self.config.has_reduced_vocab and self.d2t.device.type != "meta":
             self._check_draft_ids(self.draft_token_ids())
 
@@ -166,8 +144,8 @@ class DSparkDraftModel(PreTrainedModel):
         size = self.config.vocab_size
         if ids.shape != self.d2t.shape or bool((ids < 0).any() | (ids >= size).any() | (ids.diff() <= 0).any()):
             raise ValueError(
-                f"the draft vocabulary must be {self.d2t.shape[0]} ascending target ids below {size}, kept as offsets (target "
-                "id = draft id + d2t[draft id]); save offsets, not absolute ids"
+                f"the draft vocabulary must be {self.d2t.shape[0]} ascending target ids below {size}, kept as offsets "
+                "(target id = draft id + d2t[draft id]); save offsets, not absolute ids"
             )
 
     def bind(self, target: nn.Module) -> DSparkDraftModel:
@@ -186,7 +164,7 @@ class DSparkDraftModel(PreTrainedModel):
         """
         if self._borrowed is None or not self._borrowed.is_target(target):
             check_target(self.config, target)
-            object.__setattr__(self, "_borrowed", BorrowedTarget(target))
+            self._borrowed = BorrowedTarget(target)
         return self
 
     # -- vocabulary ---------------------------------------------------------------------------------------------------
@@ -247,11 +225,12 @@ class DSparkDraftModel(PreTrainedModel):
 
     def _block_embeddings(self, anchor_ids: torch.Tensor) -> torch.Tensor:
         """[..., K, D]: the anchor's embedding, then K - 1 times the mask's, for anchors [...]."""
-        size, mask = self.config.block_size, self.mask_embedding
-        if mask is not None:
-            anchor = self._embed(anchor_ids)[..., None, :]
+        size, mask_id = self.config.block_size, self.config.mask_token_id
+        if mask_id is None:
+            anchor, mask = self._embed(anchor_ids)[..., None, :], self.mask_embedding
+            assert mask is not None
             return torch.cat((anchor, mask.expand(*anchor.shape[:-2], size - 1, -1)), dim=-2)
-        ids = anchor_ids.new_full((*anchor_ids.shape, size), self.config.mask_token_id)
+        ids = anchor_ids.new_full((*anchor_ids.shape, size), mask_id)
         ids[..., 0] = anchor_ids
         return self._embed(ids)
 
@@ -260,8 +239,8 @@ class DSparkDraftModel(PreTrainedModel):
         if self.lm_head is not None:
             logits = self.lm_head(hidden)
         else:
-            rows = self.draft_token_ids() if self.config.has_reduced_vocab else None
-            logits = self._require_target("lm_head").logits(hidden, rows).to(hidden.device)
+            d2t = self.d2t if self.config.has_reduced_vocab else None
+            logits = self._require_target("lm_head").logits(hidden, d2t).to(hidden.device)
             logits = logits[..., : self.config.draft_vocab_size]  # the target's may be padded
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -291,14 +270,14 @@ class DSparkDraftModel(PreTrainedModel):
         counts: torch.Tensor | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Add committed tokens to the context; each token's keys and values are computed once. Never waits for a device.
+        """Add committed tokens to the context; their keys and values are computed once. Never waits for a device.
 
         Args:
             context: of :meth:`new_context`; changed in place.
             taps: [B, T, m * Dt], or m tensors [B, T, Dt] in the order of ``target_layer_ids``; any dtype and device.
             positions: [B, T] the tokens' positions (of padded rows: as the target counts them).
-            counts: [B] int64, how many of the T tokens of each row are real (the rest is padding at the right); ``None``:
-                all, the fast path.
+            counts: [B] int64, how many of the T tokens of each row are real (the rest is padding at the right);
+                ``None``: all, the fast path.
             max_length: the *exact* longest row afterwards, if the caller knows it; else an upper bound is kept, which
                 grows by T a call. With ``counts`` and one row, it also restores the path without a mask.
         """
@@ -317,8 +296,9 @@ class DSparkDraftModel(PreTrainedModel):
             hidden = hidden.masked_fill(padding[..., None], 0.0)
         if counts is not None or not context.uniform:
             destination = context.lengths[:, None] + torch.arange(steps, device=weight.device)
-        for index, layer in enumerate(self.layers):
-            context.write(index, *layer.self_attn.keys_values(hidden, rotary), destination)
+        for index, layer in enumerate(self.draft_layers()):
+            keys, values = layer.self_attn.keys_values(hidden, rotary)
+            context.write(index, keys, values, destination)
         context.advance(steps, counts, max_length)
 
     @torch.no_grad()
@@ -331,7 +311,7 @@ class DSparkDraftModel(PreTrainedModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The parallel stage: all slots of one block per row in one forward. The context stays as it is.
 
-        All K slots always run, since they see each other; the vocabulary projection runs for the slots asked for.
+        Keys of all K slots always count, since the slots see each other; what follows runs for the slots asked for.
 
         Args:
             context: keys and values of every committed token before the anchor.
@@ -349,9 +329,12 @@ class DSparkDraftModel(PreTrainedModel):
         config, weight = self.config, self.norm.weight
         wanted = config.max_draft_tokens if num_tokens is None else num_tokens
         if not 1 <= wanted <= config.max_draft_tokens:
-            raise ValueError(f"num_tokens={num_tokens}: this head proposes 1 to {config.max_draft_tokens}; ask for that many")
+            raise ValueError(
+                f"num_tokens={num_tokens}: it must be 1 to {config.max_draft_tokens} for this head; lower it"
+            )
         if anchor_ids.shape != (context.batch_size,):
-            raise ValueError(f"anchor_ids is {list(anchor_ids.shape)}, the context has {context.batch_size} rows; give one each")
+            shape = list(anchor_ids.shape)
+            raise ValueError(f"anchor_ids is {shape}, but the context has {context.batch_size} rows; give one id a row")
         hidden = self._block_embeddings(anchor_ids)
         size = config.block_size
         steps = torch.arange(size, device=weight.device)
@@ -359,20 +342,25 @@ class DSparkDraftModel(PreTrainedModel):
         context.reserve(context.max_length + size)
         total = context.max_length + size
         destination = None if context.uniform else context.lengths[:, None] + steps
+        skipped, last = size - config.max_draft_tokens, config.num_hidden_layers - 1
+        slots = slice(skipped, skipped + wanted)
         masks: dict[int | None, torch.Tensor | None] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.draft_layers()):
             window = config.window_of_layer(index)
             first = max(0, context.max_length - window) if window is not None and context.uniform else 0
             if window not in masks:
                 masks[window] = None if context.uniform else _ragged_mask(context.lengths, size, total, window)
             attention = layer.self_attn
             normed = layer.input_layernorm(hidden)
-            context.write(index, *attention.keys_values(normed, rotary), destination)
+            keys, values = attention.keys_values(normed, rotary)
+            context.write(index, keys, values, destination)
             keys, values = context.keys[index][:, :, first:total], context.values[index][:, :, first:total]
+            if index == last and wanted < size:  # beyond the last layer's keys, only the slots asked for matter
+                normed, hidden = normed[:, slots], hidden[:, slots]
+                rotary = (rotary[0][:, slots], rotary[1][:, slots])
             hidden = hidden + attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        start = size - config.max_draft_tokens
-        hidden = self.norm(hidden[:, start : start + wanted])
+        hidden = self.norm(hidden)
         return hidden, self.project_logits(hidden).float()
 
     def markov_step(
@@ -390,8 +378,8 @@ class DSparkDraftModel(PreTrainedModel):
             previous_ids: [B] *target* ids of the token before (the anchor at the first slot).
             hidden: [B, D], this slot's of :meth:`draft_block`.
             base_logits: [B, Vd], this slot's.
-            top_k: add the bias to this many best base logits only and make the others -inf; the draft distribution is then
-                that truncated one. Default: the configuration's ``draft_top_k``; 0 is all.
+            top_k: add the bias to this many best base logits only and make the others -inf; the draft distribution is
+                then that truncated one. Default: the configuration's ``draft_top_k``; 0 is all.
 
         Returns:
             Logits [B, Vd], confidence logits [B] (uncalibrated; ``None`` without the head), and the next state.
@@ -409,9 +397,6 @@ class DSparkDraftModel(PreTrainedModel):
         logits = torch.full_like(base_logits, float("-inf")).scatter_(-1, index, best + bias)
         return logits, confidence, state
 
-    def _confidence(self, hidden: torch.Tensor, embedded: torch.Tensor | None) -> torch.Tensor | None:
-        return None if self.confidence_head is None else self.confidence_head(hidden, embedded).float()
-
     def confidence_probs(self, confidence_logits: torch.Tensor) -> torch.Tensor:
         """Calibrated probabilities [..., K'] that a slot's token survives, of the first K' slots' logits."""
         temperatures = self.config.confidence_temperatures
@@ -419,103 +404,6 @@ class DSparkDraftModel(PreTrainedModel):
             used = temperatures[: confidence_logits.shape[-1]]
             confidence_logits = confidence_logits / confidence_logits.new_tensor(used)
         return torch.sigmoid(confidence_logits)
-
-    # -- training -----------------------------------------------------------------------------------------------------
-
-    def markov_logits(
-        self, previous_ids: torch.Tensor, hidden: torch.Tensor, base_logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Teacher-forced sequential stage for all slots; equal to :meth:`markov_step` fed with the same tokens.
-
-        Args:
-            previous_ids: [..., P] target ids of the token before each slot, the anchor first.
-            hidden: [..., P, D].
-            base_logits: [..., P, Vd].
-
-        Returns:
-            Corrected logits [..., P, Vd] and confidence logits [..., P] (``None`` without the head).
-        """
-        head = self.markov_head
-        if head is None:
-            return base_logits, self._confidence(hidden, None)
-        embedded = head.embed(previous_ids)
-        if head.kind == "rnn":
-            state: torch.Tensor | None = None
-            outputs = []
-            for slot in range(hidden.shape[-2]):
-                latent, state = head.latent(state, embedded[..., slot, :], hidden[..., slot, :])
-                outputs.append(latent)
-            latent = torch.stack(outputs, dim=-2)
-        else:
-            latent, _ = head.latent(None, embedded, hidden)
-        return base_logits + head.markov_w2(latent), self._confidence(hidden, embedded)
-
-    def block_forward(
-        self,
-        context_features: torch.Tensor,
-        anchors: torch.Tensor,
-        input_ids: torch.Tensor,
-        context_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Many blocks of the same sequences at once, with gradients. A block sees the context before its anchor and itself.
-
-        Args:
-            context_features: [B, S, m * Dt] taps of every token.
-            anchors: [B, N] index of each block's anchor in its sequence. Dummies may hold any index; they are clamped to
-                the sequence, give finite values, and are the caller's to mask in the loss.
-            input_ids: [B, S].
-            context_mask: [B, S] boolean, false for tokens (padding) that no block may see.
-            position_ids: [B, S]; default 0 to S - 1.
-
-        Returns:
-            Normed hidden states [B, N, P, D]; entry k predicts the token at the anchor + 1 + k.
-        """
-        config, weight = self.config, self.norm.weight
-        rows, length = input_ids.shape
-        anchors = anchors.clamp(0, length - 1)
-        slots = torch.arange(config.block_size, device=anchors.device)
-        if position_ids is None:
-            position_ids = torch.arange(length, device=anchors.device).expand(rows, -1)
-        block_positions = (position_ids.gather(1, anchors)[..., None] + slots).flatten(1)
-        hidden = self._block_embeddings(input_ids.gather(1, anchors)).flatten(1, 2)
-        features = self.hidden_norm(self.fc(context_features.to(weight.device, weight.dtype)))
-        context_rotary = self.rotary(position_ids, weight.dtype)
-        block_rotary = self.rotary(block_positions, weight.dtype)
-        masks: dict[int | None, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            window = config.window_of_layer(index)
-            if window not in masks:
-                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask)
-            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-            pairs = zip(
-                attention.keys_values(features, context_rotary), attention.keys_values(normed, block_rotary), strict=True
-            )
-            keys, values = (torch.cat(pair, dim=1).transpose(1, 2) for pair in pairs)
-            hidden = hidden + attention.attend(attention.queries(normed, block_rotary), keys, values, masks[window])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        hidden = self.norm(hidden).view(rows, -1, config.block_size, config.hidden_size)
-        return hidden[:, :, config.block_size - config.max_draft_tokens :]
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        context_features: torch.Tensor,
-        anchors: torch.Tensor,
-        context_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-    ) -> DSparkOutput:
-        """Training forward: :meth:`block_forward`, lm_head and the teacher-forced heads; arguments as there.
-
-        Labels of block n, slot k are ``input_ids[anchors[n] + 1 + k]``, where that exists.
-        """
-        hidden = self.block_forward(context_features, anchors, input_ids, context_mask, position_ids)
-        slots = torch.arange(hidden.shape[2], device=anchors.device)
-        places = (anchors.clamp(min=0)[..., None] + slots).clamp(max=input_ids.shape[1] - 1)
-        previous = input_ids.gather(1, places.flatten(1)).view(places.shape)
-        base = self.project_logits(hidden)
-        logits, confidence = self.markov_logits(previous, hidden, base)
-        return DSparkOutput(logits=logits, confidence_logits=confidence, base_logits=base, hidden_states=hidden)
 
 
 def _ragged_mask(lengths: torch.Tensor, block: int, total: int, window: int | None) -> torch.Tensor:
@@ -525,21 +413,6 @@ def _ragged_mask(lengths: torch.Tensor, block: int, total: int, window: int | No
     if window is not None:
         seen &= places >= (lengths - window)[:, None]
     return seen[:, None, None]
-
-
-def _training_mask(
-    anchors: torch.Tensor, length: int, block: int, window: int | None, context_mask: torch.Tensor | None
-) -> torch.Tensor:
-    """[B, 1, N * K, S + N * K]: context before the anchor, and the own block. No query is left without a key."""
-    places = torch.arange(length, device=anchors.device)
-    seen = places < anchors[..., None]
-    if window is not None:
-        seen = seen & (places >= anchors[..., None] - window)
-    if context_mask is not None:
-        seen = seen & context_mask[:, None].to(torch.bool)
-    owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
-    own = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
-    return torch.cat((seen.repeat_interleave(block, dim=1), own), dim=-1)[:, None]
 
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)
