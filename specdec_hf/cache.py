@@ -82,7 +82,8 @@ class BufferedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         def empty(states: Tensor) -> Tensor:
-            return states.new_empty((*states.shape[:2], self.capacity, states.shape[3]))
+            # Zeros: a shorter row's slots that were never written lie inside the others' view, and a masked NaN is NaN.
+            return states.new_zeros((*states.shape[:2], self.capacity, states.shape[3]))
 
         self._keys, self._values = empty(key_states), empty(value_states)
         self.is_initialized = True
@@ -142,7 +143,7 @@ class BufferedLayer(CacheLayerMixin):
             if self.capacity == buffer.shape[2]:
                 buffer[:, :, : kept.stop - kept.start] = buffer[:, :, kept].clone()
                 return buffer
-            larger = buffer.new_empty((*buffer.shape[:2], self.capacity, buffer.shape[3]))
+            larger = buffer.new_zeros((*buffer.shape[:2], self.capacity, buffer.shape[3]))
             larger[:, :, : kept.stop - kept.start] = buffer[:, :, kept]
             return larger
 

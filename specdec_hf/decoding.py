@@ -309,7 +309,8 @@ class _Decoder:
         if self.keeps_cache:
             self.cache.park({self.numbers[row]: (row, self.runner.filled[row]) for row in leaving})
             self.drafter.park({self.numbers[row]: row for row in leaving})
-        staying = [row for row in range(len(self.numbers)) if row not in leaving]
+        gone = set(leaving)
+        staying = [row for row in range(len(self.numbers)) if row not in gone]
         self.ids = self.ids[torch.tensor(staying, device=self.ids.device)]
         self.lengths = [self.lengths[row] for row in staying]
         self.numbers = [self.numbers[row] for row in staying]
