@@ -52,8 +52,8 @@ class BorrowedTarget:
         dtype, device = getattr(self._target(), "dtype", hidden.dtype), hidden.device
         if isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.device.type != "meta":
             dtype, device = weight.dtype, weight.device
-            plain = type(module) is nn.Linear and type(weight) is nn.Parameter
-            if d2t is not None and plain and not hasattr(module, "_hf_hook"):  # accelerate's hooks swap weights
+            plain = type(weight) is nn.Parameter and not hasattr(module, "_hf_hook")  # accelerate's hooks swap weights
+            if d2t is not None and plain and isinstance(module, nn.Linear) and type(module) is nn.Linear:
                 return nn.functional.linear(hidden, *self._gathered(module, weight, d2t, hidden))
         logits = module(hidden.to(device, dtype))
         return logits if d2t is None else logits.index_select(-1, _draft_ids(d2t).to(logits.device))
@@ -95,6 +95,8 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
         raise TypeError(f"the target must be a transformers model, got {type(target).__name__}; pass the loaded model")
     text = text_config(target.config)
     name = type(target).__name__
+    if getattr(target.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder; DSpark needs a decoder-only target; generate without it.")
     _same("target_hidden_size", config.target_hidden_size, text.hidden_size, f"{name}'s hidden size")
     layers = text.num_hidden_layers
     if config.num_target_layers is not None:
@@ -102,7 +104,7 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
     if max(config.target_layer_ids) >= layers - 1:
         raise ValueError(
             f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} "
-            "(0-based; the last layer is refused, its state is reported after the final norm). Use the head's own target."
+            "(0-based; the last layer is refused, its state is reported after the final norm). Use its own target."
         )
     _check_vocabulary(config, text, target, name)
 
@@ -129,7 +131,7 @@ def _check_vocabulary(config: PretrainedConfig, text: PretrainedConfig, target: 
         why = f" ({', '.join(differing)})" if differing else ""
         raise ValueError(
             f"the head has vocab_size={config.vocab_size}, but {name} has {size}{why}; they must be equal, or the "
-            "target's may be larger by padding only, with the same token ids. Use the target that the head was trained for."
+            "target's may be larger by padding only, with the same token ids. Use the target the head was trained for."
         )
 
 

@@ -61,8 +61,8 @@ def translate_config(fields: dict[str, Any], where: str, model_type: str, names:
         raise ValueError(f"{where} is in z-lab's DFlash layout. Convert it first: specdec convert SOURCE DESTINATION.")
     missing = [name for name in _DEEPSPEC_FIELDS if name not in fields]
     raise ValueError(
-        f"{where} is not a DSpark head: model_type={fields.get('model_type')!r} and config.json has no {', '.join(missing)}. "
-        "Give the head's directory or repository, not the target's."
+        f"{where} is not a DSpark head: model_type={fields.get('model_type')!r} and config.json has no "
+        f"{', '.join(missing)}. Give the head's directory or repository, not the target's."
     )
 
 
@@ -70,7 +70,7 @@ def _translate_deepspec(fields: dict[str, Any], where: str, model_type: str, nam
     """DeepSpec's ``config.json`` is the target's copied, plus DSpark's fields; its layers are the draft's."""
     if not fields.get("rope_parameters") and not fields.get("rope_theta"):
         raise ValueError(
-            f"{where} has neither rope_parameters nor rope_theta; a guessed base would draft nonsense without an error. "
+            f"{where} has neither rope_parameters nor rope_theta; a guessed base drafts nonsense without an error. "
             "Add the target's rope_parameters to config.json."
         )
     ours = {name: fields[name] for name in names if name in fields}

@@ -57,8 +57,8 @@ class DSparkConfig(PretrainedConfig):
         vocab_size: V, the target's vocabulary. Ids that the head reads are the target's.
         draft_vocab_size: Vd, ids the head can propose; ``None`` means all V. A smaller one comes with a table ``d2t``.
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
-            hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, initializer_range: the draft's own layers,
-            as in Llama.
+            hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, initializer_range: the draft's own
+            layers, as in Llama.
         rope_parameters: ``{"rope_type": ..., "rope_theta": ...}``; rope types default, linear, llama3, yarn.
         qk_norm: RMS norm on queries and keys per attention head (Qwen3) or none (Llama).
         block_size: K, slots of a block, the anchor's included.
@@ -306,7 +306,8 @@ class DSparkConfig(PretrainedConfig):
             if not getattr(self, name) and self.hidden_size != self.target_hidden_size:
                 raise ValueError(
                     f"{name}=False borrows it from the target, whose width is {self.target_hidden_size}, but "
-                    f"hidden_size={self.hidden_size}; both must agree. Set {name}=True or hidden_size={self.target_hidden_size}."
+                    f"hidden_size={self.hidden_size}; both must agree. Set {name}=True, or "
+                    f"hidden_size={self.target_hidden_size}."
                 )
         temperatures = self.confidence_temperatures
         if temperatures is not None:

@@ -35,7 +35,7 @@ class DSparkOutput(ModelOutput):
 
 
 class BlockTraining:
-    """The training half of :class:`~specdec_hf.heads.dspark.DSparkDraftModel`, which supplies the modules named here."""
+    """The training half of :class:`~specdec_hf.heads.dspark.DSparkDraftModel`, which supplies these modules."""
 
     config: DSparkConfig
     layers: nn.ModuleList
@@ -96,7 +96,7 @@ class BlockTraining:
         context_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Many blocks of the same sequences at once, with gradients; each sees the context before its anchor and itself.
+        """Many blocks of the same sequences at once, with gradients; each sees what precedes its anchor, and itself.
 
         Args:
             context_features: [B, S, m * Dt] taps of every token.

@@ -1,10 +1,12 @@
 """The modules a DSpark head is made of. They know tensors and a config; no target model, no cache policy, no sampling.
 
-Letters: B rows, T tokens, D draft hidden size, Hq and Hkv query and key/value heads, hd their size, r Markov rank, V target
-vocabulary, Vd draft vocabulary.
+Letters: B rows, T tokens, D draft hidden size, Hq and Hkv query and key/value heads, hd their size, r Markov rank,
+V target vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +43,15 @@ class DSparkRotary(nn.Module):
         inv_freq, self.scaling = self.compute()
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DSparkRotary:
+        # `head.to(torch.bfloat16)` must not round the frequencies: far positions would be off by whole turns.
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != torch.float32:
+            self.inv_freq = self.compute()[0].to(self.inv_freq.device)
+        return self
+
     def compute(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [hd / 2] (float32) and the factor on cosine and sine that yarn asks for (1.0 otherwise)."""
+        """Inverse frequencies [hd / 2] (float32), and the factor on cosine and sine that yarn asks for (else 1.0)."""
         rope = self.config.rope_parameters
         if rope.get("rope_type", "default") != "default":
             return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, None)
@@ -101,8 +110,8 @@ class DSparkAttention(nn.Module):
     ) -> torch.Tensor:
         """Output [B, T, D] of queries [B, T, Hq, hd] over keys and values [B, Hkv, S, hd].
 
-        Query heads that share a key head become further queries of it, so keys are never repeated in memory. ``mask`` is
-        boolean, true where a key may be seen: [B, 1, 1, S] for all queries, or [B or 1, 1, T, S]; ``None`` is all.
+        Query heads that share a key head become further queries of it, so keys are never repeated in memory. ``mask``
+        is boolean, true where a key may be seen: [B, 1, 1, S] for all queries, or [B or 1, 1, T, S]; ``None`` is all.
         """
         rows, length = queries.shape[:2]
         folded = queries.view(rows, length, self.kv_heads, self.groups, self.head_dim)

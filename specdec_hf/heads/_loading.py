@@ -117,7 +117,7 @@ def compare_tensors(expected: dict[str, tuple[int, ...]], found: dict[str, tuple
         problems.append(f"wrong shape: {_some(shapes)}")
     if not problems:
         return
-    hint = "config.json does not belong to these weights (check qk_norm, markov_head_type, sizes), or the file is incomplete"
+    hint = "config.json is not of these weights (check qk_norm, markov_head_type, sizes), or the file is incomplete"
     if extra and len(extra) == len(found) and len({name.split(".")[0] for name in extra}) == 1:
         hint = f"the names have the prefix {extra[0].split('.')[0]!r}: save them without it"
     raise ValueError(f"{source}: the tensors are not those of the head in config.json; {'; '.join(problems)}. {hint}.")

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers import initialization as init
 
 from ._borrowed import BorrowedTarget, check_target
-from ._context import DraftContext
 from ._config_sources import spread_layers
+from ._context import DraftContext
 from ._dspark_config import DSparkConfig
 from ._dspark_training import BlockTraining, DSparkOutput
 from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
@@ -98,7 +98,7 @@ class DSparkDraftModel(BlockTraining, PreTrainedModel):
         Args:
             pretrained_model_name_or_path: directory or Hub repository of a head.
             **kwargs: ``dtype``, ``device_map``, ``revision``, ``subfolder``, ``cache_dir``, ``local_files_only``,
-                ``token`` and the others of transformers; fields of :class:`DSparkConfig` override those in ``config.json``.
+                ``token`` and the others of transformers; fields of :class:`DSparkConfig` override ``config.json``.
 
         Returns:
             The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
