@@ -294,7 +294,8 @@ class SpeculativeCache(DynamicCache):
         for number, rows in self._parked.items():
             k, v, dropped, own = rows[place]
             for whole, part in zip(full, (k, v), strict=True):
-                whole[number, :, : max(own - gone, 0)] = part[:, gone - dropped :]
+                # A row that waited for others may hold one slot more than the cache that is handed back.
+                whole[number, :, : max(own - gone, 0)] = part[:, gone - dropped : length - dropped]
         return full[0], full[1], gone
 
 
