@@ -5,5 +5,5 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 
 make_env .venv "$(newest_transformers)" demo
-say "specdec demo $*"
+say "specdec demo${*:+ $*}"
 .venv/bin/specdec demo "$@"
