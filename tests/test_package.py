@@ -21,6 +21,7 @@ RANKS = {
     "heads": 0,
     "output": 0,
     "proposal": 0,
+    "provenance": 0,
     "tree": 0,
     "cache": 1,
     "default_target": 1,

@@ -1,0 +1,63 @@
+"""Where a figure comes from: command, commit, versions, machine. Rank 0."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("specdec_hf", "torch", "transformers", "safetensors", "tokenizers")
+
+
+def provenance(**settings: Any) -> dict[str, Any]:
+    """A JSON-ready record of what produced a result.
+
+    Args:
+        settings: what was measured with: dtype, threads, seed, prompts, ...
+
+    Returns:
+        `command`, `date` (UTC), `commit` (None outside a checkout), `versions`, `machine`, and the settings.
+    """
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},
+        **settings,
+    }
+
+
+def processor_name() -> str:
+    """The processor's own name, with the widest vector instructions that matter here; the architecture if unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
+    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
+    best = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), "")
+    return f"{names[0] if names else platform.machine()} {best}".strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    here = Path(__file__).resolve().parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
