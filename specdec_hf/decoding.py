@@ -14,6 +14,7 @@ position j is committed never depends on the token drawn there.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any
     with recorder, _hf.decode_context(call.model):
         decoder = _Decoder(call, drafter, config, recorder)
         decoder.run()
+        if (complaint := drafter.complaint()) is not None:
+            warnings.warn(f"speculative={drafter.name!r}: {complaint}", UserWarning, stacklevel=2)
         return decoder.output(), decoder.stats
 
 
@@ -84,7 +87,9 @@ class _Decoder:
         self.stack = ProcessorStack(call.logits_processor)
         self.rules = StoppingRules(call.stopping_criteria, batch)
         self.block_size = min(config.num_assistant_tokens or drafter.max_tokens, drafter.max_tokens)
-        self.in_order = self.stack.in_order or self.rules.in_order or (batch > 1 and must_stay_level(call.model))
+        # A streamer of several rows is given one token of each at a time, as plain decoding gives them.
+        level_rows = batch > 1 and (call.streamer is not None or must_stay_level(call.model))
+        self.in_order = self.stack.in_order or self.rules.in_order or level_rows
         source = call.model_kwargs[_hf.CACHE_KEY]
         self.keeps_cache = _hf.outlives_call(source, settings)
         cached = int(source.get_seq_length()) if source.layers else 0
@@ -258,7 +263,7 @@ class _Decoder:
             length = start + place
             raw = logits[:, place].clone()
             scores = self.stack.one_position(self.ids[:, :length], raw)
-            if self.do_sample and bool(scores.isnan().any()):
+            if bool(scores[[row for row, ended in enumerate(self.ended) if not ended]].isnan().any()):
                 raise ValueError(_nan_message(self.call.model, length))
             pair = scores if numbers is None else numbers[:, [min(place, numbers.shape[1] - 1), -1]]
             kept, tokens = verify_position(scores, proposal, place, pair, self.do_sample)
@@ -270,7 +275,8 @@ class _Decoder:
             committed += 1
             for row in range(len(self.numbers)):
                 self._keep_outputs(outputs, row, place, scores[:, None], raw[:, None], block_end, at=0)
-            self._stream(tokens[:1].tolist())
+            if self.call.streamer is not None:
+                self.call.streamer.put(tokens.cpu())
             so_far = self.outputs.result("scores")
             stops = self.rules.criteria(self.ids[:, : length + 1], so_far)
             self.ended = (ended | stops.to(ended.device)).tolist()

@@ -9,6 +9,8 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from ._hf import global_default
 from .policies import SCHEDULES
 
@@ -52,8 +54,12 @@ class SpeculativeConfig:
                     f"{name}={value!r}: must be an integer of at least 1. Leave it out for the head's own default; to "
                     "decode without speculation, leave out the assistant."
                 )
+        if self.strategy is not None and not isinstance(self.strategy, str):
+            raise TypeError(f"strategy={self.strategy!r} is a {type(self.strategy).__name__}: pass a strategy's name.")
+        _check_generator(self.generator)
         threshold = self.assistant_confidence_threshold
-        if threshold is not None and not 0.0 <= threshold <= 1.0:
+        number = isinstance(threshold, (int, float)) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and 0.0 <= threshold <= 1.0):
             raise ValueError(
                 f"assistant_confidence_threshold={threshold!r}: it is compared with a probability, so it must lie in "
                 "[0, 1]. 0 verifies every drafted token."
@@ -63,6 +69,15 @@ class SpeculativeConfig:
             raise ValueError(
                 f"num_assistant_tokens_schedule={schedule!r} is not known{did_you_mean(schedule, SCHEDULES)}. "
                 f"There are: {', '.join(SCHEDULES)}."
+            )
+
+
+def _check_generator(generator: Any) -> None:
+    for one in generator if isinstance(generator, (list, tuple)) else (generator,):
+        if not (one is generator is None or isinstance(one, torch.Generator)):
+            raise TypeError(
+                f"generator={generator!r}: must be a torch.Generator, or a list with one per row. For a seed alone, pass "
+                "torch.Generator().manual_seed(seed), or call torch.manual_seed(seed) before and leave it out."
             )
 
 
@@ -91,7 +106,8 @@ def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any
         TypeError: `speculative` is of another type.
         ValueError: both names given and different, or no strategy known.
     """
-    if speculative is not None and assistant_strategy is not None and speculative != assistant_strategy:
+    named = speculative.strategy if isinstance(speculative, SpeculativeConfig) else speculative
+    if None not in (speculative, assistant_strategy) and named not in (None, assistant_strategy):
         raise ValueError(
             f"speculative={speculative!r} and assistant_strategy={assistant_strategy!r} are two names of one argument "
             "and differ: pass one of them."
@@ -102,7 +118,7 @@ def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any
     elif isinstance(wish, str):
         config = SpeculativeConfig(strategy=wish)
     elif isinstance(wish, SpeculativeConfig):
-        config = wish
+        config = replace(wish, strategy=wish.strategy or assistant_strategy)
     else:
         raise TypeError(
             f"speculative={wish!r} is a {type(wish).__name__}: pass a strategy's name or a SpeculativeConfig."
@@ -113,8 +129,8 @@ def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any
     strategy = config.strategy or strategy_of(head)
     if strategy is None:
         raise ValueError(
-            f"no drafting strategy: the assistant ({type(head).__name__}) names none. Say which, e.g. "
-            "speculative='dspark'."
+            f"no drafting strategy: assistant_model is a {type(head).__name__}, which names none. Pass a draft head, e.g. "
+            "DSparkDraftModel.from_pretrained(...), or say which strategy, e.g. speculative='dspark'."
         )
     return replace(config, strategy=strategy, **updates)
 

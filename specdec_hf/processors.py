@@ -216,6 +216,8 @@ class DraftSampler:
             full[:, vocabulary] = scores
             scores, vocabulary = full, None
         if not self._stack.is_empty:
+            # Some processors refuse NaN, which only a broken head returns. Any finite number is a valid draft instead.
+            scores = torch.nan_to_num(scores, nan=-1e4, posinf=1e4, neginf=float("-inf"))
             scores = self._stack.draft(self._ids, [length + place for length in self._lengths], scores)
         columns = self._draw(scores, place) if self._do_sample else scores.argmax(dim=-1)
         tokens = columns if vocabulary is None else vocabulary[columns]

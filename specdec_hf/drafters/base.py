@@ -111,6 +111,10 @@ class Drafter(ABC):
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows of the batch, in that order."""
 
+    def complaint(self) -> str | None:
+        """What made this call's drafts useless, in words, and what to do; None = nothing. Asked once, at the end."""
+        return None
+
     def park(self, rows: dict[int, int]) -> None:  # noqa: B027 - nothing to keep is a valid answer
         """Keep the state of rows that are about to leave, for `state`: {row's number in the call: present row}."""
 

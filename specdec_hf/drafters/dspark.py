@@ -49,6 +49,7 @@ class DSparkDrafter(Drafter):
         self._context: Any = None
         self._lengths: list[int] = []  # context tokens of each row
         self._parked: dict[int, _Parked] = {}
+        self._latest_logits: Tensor | None = None  # of the latest round's last slot, for `complaint`
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -126,12 +127,22 @@ class DSparkDrafter(Drafter):
             if self._wants_confidence and survival is not None:
                 confidence.append(survival)
             previous = sampler.sample(logits, self._vocabulary)
+        self._latest_logits = logits
         tokens, token_probs, probs, columns = sampler.drafted()
         scores = head.confidence_probs(torch.stack(confidence, dim=1)) if confidence else None
         return Proposal(tokens, list(request.limits), token_probs, probs, columns, scores)
 
     def observe(self, observation: Observation) -> None:
         self._extend(observation.taps, observation.positions, observation.counts)
+
+    def complaint(self) -> str | None:
+        # NaN stays in the context once it is there, so the latest logits tell; rounds need not wait for the device.
+        if self._latest_logits is None or not bool(self._latest_logits.isnan().any()):
+            return None
+        return (
+            f"the draft head ({type(self._head).__name__}, {self._head.dtype}) returns NaN, so its drafted tokens are of no "
+            "use. The text stays right but comes no faster: check the head's weights, or load it in float32 or bfloat16."
+        )
 
     def select_rows(self, rows: list[int]) -> None:
         self._lengths = [self._lengths[row] for row in rows]
