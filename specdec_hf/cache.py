@@ -226,11 +226,13 @@ class SpeculativeCache(DynamicCache):
         self.rows.set(lengths, shortest)
         self.commit(longest)
 
-    def ragged_mask(self, valid: Tensor, added: int) -> dict[bool, Tensor]:
+    def ragged_mask(self, valid: Tensor, added: int, windows: dict[bool, int | None]) -> dict[bool, Tensor]:
         """Attention masks for `added` new tokens of rows that have different lengths.
 
         Args:
             valid: bool [B, S], False at padding slots; S at least the longest row plus `added`.
+            windows: by `is_sliding`, the window in slots of each kind of attention that the model has. A cache made
+                without the model's configuration holds all slots in every layer, so the layers cannot tell.
 
         Returns:
             By `is_sliding`: bool [B, 1, added, visible slots], True = attend.
@@ -238,15 +240,14 @@ class SpeculativeCache(DynamicCache):
         assert self.rows.tensor is not None
         queries = self.rows.slots(added, valid.device)[1][:, :, None]
         masks: dict[bool, Tensor] = {}
-        for layer in self.buffered:
-            if layer.is_sliding in masks:
-                continue
-            visible, first = layer.get_mask_sizes(added)
+        for is_sliding, window in windows.items():
+            own = [layer for layer in self.buffered if layer.is_sliding == is_sliding]
+            visible, first = (own or self.buffered)[0].get_mask_sizes(added)
             slots = torch.arange(first, first + visible, device=valid.device)
             mask = (slots <= queries) & valid[:, None, first : first + visible]
-            if layer.window is not None:
-                mask &= slots > queries - layer.window
-            masks[layer.is_sliding] = mask[:, None]
+            if window is not None:
+                mask &= slots > queries - window
+            masks[is_sliding] = mask[:, None]
         return masks
 
     def park(self, rows: dict[int, tuple[int, int]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _hf
 from .cache import SpeculativeCache
-from .targets import TapRecorder, accepts_argument, dense_mask, takes_ragged_masks, token_types
+from .targets import TapRecorder, accepts_argument, dense_mask, mask_windows, takes_ragged_masks, token_types
 
 _PER_FORWARD = ("attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY)
 
@@ -41,6 +41,7 @@ class TargetRunner:
         self.model, self.cache, self._kwargs, self._recorder = model, cache, model_kwargs, recorder
         self.level, self._capacity = level, capacity
         self._lasting = {k: v for k, v in model_kwargs.items() if k not in _PER_FORWARD and not k.endswith("type_ids")}
+        self._windows = mask_windows(model)
         self._limits_logits = accepts_argument(model, "logits_to_keep")
         self._mask: Tensor | None = None
         self._valid: Tensor | None = None
@@ -142,7 +143,7 @@ class TargetRunner:
         if self.cache.rows.tensor is None:
             self._commit_rows()
         assert self._valid is not None
-        return self.cache.ragged_mask(self._valid, added)
+        return self.cache.ragged_mask(self._valid, added, self._windows)
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first `counts[b]` tokens of each row's block in the cache; take back the rest."""

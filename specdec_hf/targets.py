@@ -52,6 +52,15 @@ def takes_ragged_masks(model: Any) -> bool:
     )
 
 
+def mask_windows(model: Any) -> dict[bool, int | None]:
+    """The kinds of attention that the model's layers have: by `is_sliding`, the window in slots (None = full)."""
+    config = text_config(model)
+    window = getattr(config, "sliding_window", None)
+    # as transformers' DynamicCache reads a configuration: without layer types, a window means all layers
+    kinds = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()] or [window is not None]
+    return {is_sliding: window if is_sliding else None for is_sliding in kinds}
+
+
 def dense_mask(model: Any, masks: dict[bool, Tensor]) -> Any:
     """Boolean masks by `is_sliding` as the model's forward wants them: float for eager, a dict for mixed layers."""
     if attention_implementation(model) == "eager":
