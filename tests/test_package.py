@@ -18,30 +18,37 @@ PACKAGE = Path(specdec_hf.__file__).parent
 # one another, and rank 0 may use rank 0, as long as nothing goes round in a circle.
 RANKS = {
     "_hf": 0,
+    "coupling": 0,
     "heads": 0,
     "output": 0,
+    "prompts": 0,
     "proposal": 0,
     "provenance": 0,
+    "repetition": 0,
     "tree": 0,
     "cache": 1,
     "default_target": 1,
+    "plots": 1,
     "policies": 1,
+    "report": 1,
     "stopping": 1,
     "targets": 1,
     "verify": 1,
     "forward": 2,
+    "loading": 2,
     "options": 2,
     "processors": 2,
     "drafters": 3,
     "decoding": 4,
     "generation": 5,
+    "answers": 6,
     "benchmark": 6,
-    "calibration": 6,
     "demo": 6,
-    "evaluation": 6,
     "interop": 6,
     "training": 6,
-    "cli": 7,
+    "calibration": 7,
+    "evaluation": 7,
+    "cli": 8,
 }
 
 
@@ -137,7 +144,8 @@ def test_the_loop_knows_no_concrete_drafter() -> None:
 def test_files_stay_small(module: str) -> None:
     path = PACKAGE.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 480
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= 480, f"{path.name} has {lines} lines: split it by what its parts know"
 
 
 @pytest.mark.parametrize("name", specdec_hf.__all__)
