@@ -7,6 +7,7 @@ here. No modelling code is copied.
 from __future__ import annotations
 
 import inspect
+import threading
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class TapRecorder:
         self._model, self._ids = model, list(layer_ids)
         self._states: dict[int, list[Tensor]] = {i: [] for i in self._ids}
         self._handles: list[Any] = []
+        self._thread = threading.get_ident()  # calls in several threads may share a model
         self._by_output = bool(self._ids) and is_compiled(model)
 
     @property
@@ -122,12 +124,16 @@ class TapRecorder:
 
     def _after(self, i: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() != self._thread:
+                return  # another call of the same model
             self._states[i].append(output[0] if isinstance(output, tuple) else output)
 
         return hook
 
     def _before(self, i: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != self._thread:
+                return
             self._states[i].append(args[0] if args else kwargs["hidden_states"])
 
         return hook

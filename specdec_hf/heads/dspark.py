@@ -81,6 +81,16 @@ class DSparkDraftModel(BlockTraining, PreTrainedModel):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_borrowed": None}  # copies and pickles are unbound: a weak reference cannot travel
 
+    @property
+    def generation_config(self) -> Any:
+        """Not there: a head only drafts. transformers' own assisted generation asks for it, which only happens when a target
+        without the speculative generate() was given this head."""
+        raise ValueError(
+            f"{type(self).__name__} was given as assistant_model to a model without speculation. Call "
+            "specdec_hf.enable_speculation(model) once and repeat, or pass "
+            "custom_generate=specdec_hf.speculative_decoding(head) instead of assistant_model=head."
+        )
+
     def get_input_embeddings(self) -> nn.Module | None:
         """The head's own embeddings, or ``None`` when they are borrowed."""
         return self.embed_tokens
