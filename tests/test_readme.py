@@ -105,10 +105,12 @@ def test_every_file_is_listed_and_every_listed_file_exists() -> None:
 def test_knobs_named_are_knobs() -> None:
     from specdec_hf.options import KNOBS, field_names
 
-    section = README.split("## Knobs")[1].split("##")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) == set(KNOBS)
-    for name in field_names():
-        assert name in section, f"{name} of SpeculativeConfig is not explained"
+    section = README.split("## Knobs")[1].split("## ")[0]
+    for name in (*KNOBS, *field_names()):
+        assert f"`{name}`" in section, f"{name} is not explained under Knobs"
+    theirs = section.split("The rest is in")[0]
+    for name in re.findall(r"^\| `(\w+)` \|", theirs, flags=re.MULTILINE):
+        assert hasattr(transformers.GenerationConfig(), name), f"{name} is not a name of transformers"
 
 
 def test_configurations_parse() -> None:
