@@ -306,9 +306,10 @@ def cannot_roll_back(cache: Any) -> str | None:
         return f"it is a {type(cache).__name__}, not a transformers Cache"
     if getattr(cache, "offloading", False):
         return "its layers are offloaded to another device between forwards"
-    for layer in cache.layers:
-        if type(layer) not in _CLASSES and not (DummyLayer is not None and isinstance(layer, DummyLayer)):
-            return f"its layer {type(layer).__name__} cannot take back rejected tokens"
+    later = getattr(cache, "layer_class_to_replicate", None)  # what an empty cache will make its layers of
+    for kind in (*map(type, cache.layers), *([later] if isinstance(later, type) else [])):
+        if kind not in _CLASSES and not (DummyLayer is not None and issubclass(kind, DummyLayer)):
+            return f"its layer {kind.__name__} cannot take back rejected tokens"
     return None
 
 
