@@ -1,4 +1,4 @@
-"""The speculative cache against plain concatenation: roll-back, ragged rows, windows, and the way back to the user's."""
+"""The speculative cache against plain concatenation: roll-back, ragged rows, windows, the way back to the user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from specdec_hf.cache import BufferedLayer, RowLengths, SpeculativeCache, cannot
 
 def states(rows: int, tokens: int, start: int = 0) -> tuple[Tensor, Tensor]:
     """Keys and values [B, 1, T, 2] that say their own row and slot."""
-    keys = torch.arange(start, start + tokens).float()[None, None, :, None] + 1000 * torch.arange(rows)[:, None, None, None]
+    keys = (
+        torch.arange(start, start + tokens).float()[None, None, :, None]
+        + 1000 * torch.arange(rows)[:, None, None, None]
+    )
     return keys.expand(rows, 1, tokens, 2).clone(), -keys.expand(rows, 1, tokens, 2).clone()
 
 
@@ -128,5 +131,5 @@ def test_caches_that_cannot_serve():
     assert "Odd cannot take back rejected tokens" in cannot_roll_back(odd)
     assert "not a transformers Cache" in cannot_roll_back((1, 2))
     assert cannot_roll_back(DynamicCache()) is None
-    with pytest.raises(ValueError, match="DynamicCache cannot be used for speculation.*Odd"):
+    with pytest.raises(ValueError, match=r"DynamicCache cannot be used for speculation.*Odd"):
         SpeculativeCache(odd, 8)

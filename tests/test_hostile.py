@@ -46,7 +46,7 @@ def message_of(kind: type[Exception], call: Any) -> str:
     return str(caught.value)
 
 
-# -- heads of another target ------------------------------------------------------------------------------------------------
+# -- heads of another target ------------------------------------------------------------------------------------------
 
 MISFITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "smaller vocabulary": ({"vocab_size": 24}, ("vocab_size=32", "24", "must be equal", "Use the target")),
@@ -84,7 +84,7 @@ def test_head_moves_to_another_target_of_the_same_shape():
     assert torch.equal(generate(first, head), plain(first)), "a refused target leaves the head usable"
 
 
-# -- NaN --------------------------------------------------------------------------------------------------------------------
+# -- NaN --------------------------------------------------------------------------------------------------------------
 
 
 class Inert(LogitsProcessor):
@@ -157,7 +157,7 @@ def test_healthy_head_says_nothing():
         generate(target, small_head(target), do_sample=True)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------------
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_dead_head_is_named_when_loaded(tmp_path, caplog):
@@ -201,7 +201,7 @@ def test_unreadable_weights(damage, tmp_path):
     assert all(word in message for word in words), message
 
 
-# -- prompts and budgets ------------------------------------------------------------------------------------------------------
+# -- prompts and budgets ----------------------------------------------------------------------------------------------
 
 
 def test_empty_batch():
@@ -220,10 +220,12 @@ def test_no_budget_is_answered_as_by_plain_generate(budget):
 @pytest.mark.parametrize("budget", [1, 2])
 def test_smallest_budgets(budget):
     target = small_target()
-    assert torch.equal(generate(target, small_head(target), max_new_tokens=budget), plain(target, max_new_tokens=budget))
+    assert torch.equal(
+        generate(target, small_head(target), max_new_tokens=budget), plain(target, max_new_tokens=budget)
+    )
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------------------
+# -- arguments --------------------------------------------------------------------------------------------------------
 
 ARGUMENTS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"speculative": 3}, TypeError, ("speculative=3", "strategy's name", "SpeculativeConfig")),

@@ -51,7 +51,7 @@ def test_user_set_looks_in_order():
 
 
 def test_transformers_own_defaults_count_as_unset():
-    prepared = SimpleNamespace(**dict.fromkeys(KNOBS), **{})
+    prepared = SimpleNamespace(**dict.fromkeys(KNOBS))
     prepared.num_assistant_tokens, prepared.assistant_confidence_threshold = 20, 0.4
     assert set(knobs_of_prepared(prepared).values()) == {None}
     prepared.num_assistant_tokens = 3

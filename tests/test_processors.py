@@ -61,13 +61,23 @@ def test_what_must_be_called_in_order():
     pure = User()
     pure.pure_function_of_prefix = True
     derived = type("Derived", (hf.TemperatureLogitsWarper,), {})(0.5)  # a subclass may do anything
-    for rules, expected in (([], False), (FIXED, False), (PREFIX, False), ([pure], False), ([User()], True), ([derived], True)):
+    for rules, expected in (
+        ([], False),
+        (FIXED, False),
+        (PREFIX, False),
+        ([pure], False),
+        ([User()], True),
+        ([derived], True),
+    ):
         assert ProcessorStack(LogitsProcessorList(rules)).in_order is expected
     assert ProcessorStack(LogitsProcessorList([])).is_empty
 
 
 def test_penalty_that_ignores_a_prompt_per_row_follows_its_rows():
-    rule = hf.RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([4, 0, 2]))
+    try:
+        rule = hf.RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([4, 0, 2]))
+    except ValueError:
+        pytest.skip("one number for all rows before transformers 5.20")
     ids, scores = torch.tensor([[3, 4, 5, 6, 7, 8]] * 3), torch.ones(3, 1, V)
     stack = ProcessorStack(LogitsProcessorList([rule]))
     whole = stack.block(ids, [6, 6, 6], scores.clone())
@@ -76,7 +86,7 @@ def test_penalty_that_ignores_a_prompt_per_row_follows_its_rows():
     assert not torch.equal(whole[0], whole[1])
 
 
-# -- drafting -----------------------------------------------------------------------------------------------------------
+# -- drafting ---------------------------------------------------------------------------------------------------------
 
 
 def sampler(rules: list[object], do_sample: bool = True, rows: int = 2) -> tuple[DraftSampler, Tensor]:
@@ -114,7 +124,9 @@ def test_reduced_vocabulary(by_id):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf")])
-@pytest.mark.parametrize("rules", [[], [hf.EtaLogitsWarper(0.1), hf.TypicalLogitsWarper(0.5), hf.TopPLogitsWarper(0.9)]])
+@pytest.mark.parametrize(
+    "rules", [[], [hf.EtaLogitsWarper(0.1), hf.TypicalLogitsWarper(0.5), hf.TopPLogitsWarper(0.9)]]
+)
 def test_nothing_to_draw_from(bad, rules):
     """A broken head, or processors that forbid all it knows: some token is drafted, with a true distribution."""
     if rules and bad == float("-inf"):
@@ -126,7 +138,7 @@ def test_nothing_to_draw_from(bad, rules):
     assert (token_probs > 0).all() and torch.equal(token_probs, probs.gather(2, tokens[:, None, None]).squeeze(2))
 
 
-# -- random numbers -------------------------------------------------------------------------------------------------------
+# -- random numbers ---------------------------------------------------------------------------------------------------
 
 
 def generators(*seeds: int) -> list[torch.Generator]:

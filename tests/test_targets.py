@@ -6,7 +6,15 @@ import pytest
 import torch
 from conftest import FAMILIES, make_target
 
-from specdec_hf.targets import TapRecorder, accepts_argument, decoder_layers, dense_mask, mask_windows, takes_ragged_masks, token_types
+from specdec_hf.targets import (
+    TapRecorder,
+    accepts_argument,
+    decoder_layers,
+    dense_mask,
+    mask_windows,
+    takes_ragged_masks,
+    token_types,
+)
 
 
 def hook_count(target: torch.nn.Module) -> int:
@@ -31,7 +39,7 @@ def test_taps_are_transformers_hidden_states(family):
         target(ids[:, :3])
         target(ids[:, 3:])
         assert recorder.collect(outputs)[0].shape[1] == 5, "chunks are joined"
-        with pytest.raises(RuntimeError, match="decoder layer 2 of .* did not run"):
+        with pytest.raises(RuntimeError, match=r"decoder layer 2 of .* did not run"):
             recorder.collect(outputs)
     assert hook_count(target) == hooks
     assert recorder.forward_kwargs == {}
@@ -47,7 +55,7 @@ def test_hooks_leave_also_after_an_error():
 def test_layers_not_found():
     target = make_target()
     target.config.num_hidden_layers = 9
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no ModuleList of 9 decoder layers.*needs no taps"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no ModuleList of 9 decoder layers.*needs no taps"):
         decoder_layers(target)
 
 

@@ -20,7 +20,7 @@ def grid(points: int) -> Tensor:
     return (torch.arange(points, dtype=torch.float64) + 0.5) / points
 
 
-# -- draw ---------------------------------------------------------------------------------------------------------------
+# -- draw -------------------------------------------------------------------------------------------------------------
 
 
 def test_draw_has_the_frequencies_of_its_distribution():
@@ -48,7 +48,7 @@ def test_draw_resolves_what_float32_sums_would_lose():
     assert verify.draw(probs, at).tolist() == [2]
 
 
-# -- the parts of the rule -----------------------------------------------------------------------------------------------
+# -- the parts of the rule --------------------------------------------------------------------------------------------
 
 
 def test_residual():
@@ -90,7 +90,7 @@ def test_draft_rows():
     assert not reduced[:, [1, 4, 5, 7]].any() and reduced.shape == (3, 8)
 
 
-# -- the whole rule ------------------------------------------------------------------------------------------------------
+# -- the whole rule ---------------------------------------------------------------------------------------------------
 
 
 def emitted(target: Tensor, draft: Tensor, judge: object = verify.verify_sampled) -> Tensor:
@@ -190,7 +190,7 @@ def test_block_without_drafts_draws_from_the_target():
     assert verdict.next_tokens.sum() == 75 and not verdict.accepted.any()
 
 
-# -- one rule, three forms -------------------------------------------------------------------------------------------------
+# -- one rule, three forms --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

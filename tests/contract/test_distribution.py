@@ -1,8 +1,8 @@
 """Sampling through generate() has exactly the target's processed distribution, whatever the draft head says.
 
-The joint distribution of three tokens is enumerated with the target's own forward and transformers' own processors at each
-true prefix, and compared with samples by chi-square. The head is untrained and its Markov bias large, so target and draft
-disagree often; loops that are wrong in a known way fail the same test.
+The joint distribution of three tokens is enumerated with the target's own forward and transformers' own processors at
+each true prefix, and compared with samples by chi-square. The head is untrained and its Markov bias large, so target and
+draft disagree often; loops that are wrong in a known way fail the same test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specdec_hf.drafters.dspark import DSparkDrafter
 from specdec_hf.generation import last_speculation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_target  # noqa: E402
+from conftest import make_target
 
 VOCAB = 8
 PROMPT = [3, 5, 1, 4]
@@ -63,7 +63,7 @@ def random_head(target: Any, bias: float = 1.0, **overrides: Any) -> DSparkDraft
     return head
 
 
-# -- exact distribution ---------------------------------------------------------------------------------------------------
+# -- exact distribution -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -109,14 +109,16 @@ def fit(tokens: Tensor, joint: Tensor) -> float:
     return min(min(chi_square(*test) for test in tests) * len(tests), 1.0)
 
 
-def sample(target: Any, head: Any, samples: int = SAMPLES, rows: int = ROWS, prompt: Any = PROMPT, **kwargs: Any) -> Tensor:
+def sample(
+    target: Any, head: Any, samples: int = SAMPLES, rows: int = ROWS, prompt: Any = PROMPT, **kwargs: Any
+) -> Tensor:
     ids = torch.tensor(prompt).expand(rows, -1)
     options = {"max_new_tokens": 6, "do_sample": True, "speculative": "dspark", "assistant_model": head, **kwargs}
     calls = [target.generate(ids, **options)[:, ids.shape[1] :] for _ in range(samples // rows)]
     return torch.cat(calls)
 
 
-# -- processors -------------------------------------------------------------------------------------------------------------
+# -- processors -------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "plain": ({}, []),
@@ -165,7 +167,10 @@ def test_other_markov_heads(kind):
 @pytest.mark.parametrize("variant", ["reduced vocabulary", "draft_top_k", "confidence", "mask slots"])
 def test_variants_of_the_draft(variant, case):
     target = small_target()
-    fields: dict[str, Any] = {"reduced vocabulary": {"draft_vocab_size": 5}, "mask slots": {"sample_from_anchor": False}}
+    fields: dict[str, Any] = {
+        "reduced vocabulary": {"draft_vocab_size": 5},
+        "mask slots": {"sample_from_anchor": False},
+    }
     options = options_of(case)
     if variant == "draft_top_k":
         options["speculative"] = SpeculativeConfig(strategy="dspark", draft_top_k=3)
@@ -189,11 +194,13 @@ def test_draft_lengths(width):
 def test_single_rows():
     """Batch 1 takes other paths (no masks, no row lengths) than a batch."""
     target = small_target(vocab_size=4)
-    tokens = sample(target, random_head(target), samples=200, rows=1, prompt=[3, 1, 2], max_new_tokens=4, **options_of("top_p"))
+    tokens = sample(
+        target, random_head(target), samples=200, rows=1, prompt=[3, 1, 2], max_new_tokens=4, **options_of("top_p")
+    )
     assert fit(tokens, exact_joint(target, [3, 1, 2], CASES["top_p"][1], length=3)) > PASSES
 
 
-# -- one position at a time ----------------------------------------------------------------------------------------------------
+# -- one position at a time -------------------------------------------------------------------------------------------
 
 
 class Stateful(LogitsProcessor):
@@ -234,7 +241,7 @@ def test_level_rows(forced_by):
     assert {1, 2, 3} == set(accepted), f"rows must be cut at several lengths, not {set(accepted)}"
 
 
-# -- the same test fails for loops that are wrong ----------------------------------------------------------------------------
+# -- the same test fails for loops that are wrong ---------------------------------------------------------------------
 
 
 def before_the_warpers(patch: pytest.MonkeyPatch) -> None:
@@ -282,7 +289,9 @@ def no_residual(patch: pytest.MonkeyPatch) -> None:
 def residual_for_the_bonus(patch: pytest.MonkeyPatch) -> None:
     """The last draft distribution is subtracted even where nothing was rejected."""
     rows = verify.draft_rows
-    patch.setattr(verify, "draft_rows", lambda p, position, rejected, v: rows(p, position, torch.ones_like(rejected), v))
+    patch.setattr(
+        verify, "draft_rows", lambda p, position, rejected, v: rows(p, position, torch.ones_like(rejected), v)
+    )
 
 
 def greedy_draft_soft_probs(patch: pytest.MonkeyPatch) -> None:
@@ -329,7 +338,7 @@ def test_wrong_loops_fail(wrong, monkeypatch):
 
 
 def steep(rare: float, head_agrees: bool) -> tuple[Any, DSparkDraftModel]:
-    """A target that says one token nearly always, and seven with probability `rare`; a head that says so too, or any."""
+    """A target that says one token nearly always, and seven with probability `rare`; a head that agrees, or not."""
     target = small_target()
     logits = torch.tensor([1 - 7 * rare] + [rare] * 7).log()
     head = random_head(target, has_lm_head=not head_agrees)

@@ -1,4 +1,4 @@
-"""Sampling: seeds, generators, rows that do not depend on their neighbours, and what exactly is kept as the draft's q."""
+"""Sampling: seeds, generators, rows that do not depend on their neighbours, and what is kept as the draft's q."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec_hf.generation import last_speculation
 from specdec_hf.processors import DraftSampler
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_target  # noqa: E402
+from conftest import make_target
 
 PAD = 0
 PROMPTS = [[5, 9, 4, 7, 11, 3], [8, 6], [12, 3, 3, 9]]
@@ -83,7 +83,9 @@ def test_one_generator_moves_on():
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [PAD]}])
+@pytest.mark.parametrize(
+    "processors", [{}, {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "suppress_tokens": [PAD]}]
+)
 @pytest.mark.parametrize("limits", [{}, {"num_assistant_tokens": 2}, {"assistant_confidence_threshold": 0.5}])
 def test_rows_equal_their_single_runs(processors, limits):
     """Left-padded rows of several lengths, each with its own generator: text and rounds as if alone.
@@ -126,11 +128,11 @@ def test_return_sequences_take_a_generator_each():
     target, head = pair()
     tokens = new_tokens(target, head, PROMPTS[:1], num_return_sequences=3, generator=seeded(4, 5, 4))
     assert torch.equal(tokens[0], tokens[2]) and not torch.equal(tokens[0], tokens[1])
-    with pytest.raises(ValueError, match="1 entries for 3 rows.*num_return_sequences"):
+    with pytest.raises(ValueError, match=r"1 entries for 3 rows.*num_return_sequences"):
         new_tokens(target, head, PROMPTS[:1], num_return_sequences=3, generator=seeded(4))
 
 
-# -- float32 once, before both drawing and the ratio ------------------------------------------------------------------------
+# -- float32 once, before both drawing and the ratio ------------------------------------------------------------------
 
 
 class Recorder(LogitsProcessor):
