@@ -268,11 +268,29 @@ def enable_speculation(model: Any) -> Any:
             f"{cls.__name__} has no generate(): enable_speculation takes a causal LM, e.g. one from "
             "AutoModelForCausalLM.from_pretrained(...)."
         )
+    base.__class__ = _with_mixin(cls)
+    return model
+
+
+def _with_mixin(cls: type) -> type:
+    """A model class with the mixin in front, under the same name; one for each class."""
     if cls not in _CLASSES:
         names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        _CLASSES[cls] = type(cls.__name__, (SpeculativeGenerationMixin, cls), {**names, "_speculation_base": cls})
-    base.__class__ = _CLASSES[cls]
-    return model
+        more = {"_speculation_base": cls, "__reduce_ex__": _reduce}
+        _CLASSES[cls] = type(cls.__name__, (SpeculativeGenerationMixin, cls), {**names, **more})
+    return _CLASSES[cls]
+
+
+def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle by the original class: the one made here has its name, but cannot be imported."""
+    original = type(model)._speculation_base
+    _, _, *state = original.__reduce_ex__(model, protocol)
+    return (_blank, (original,), *state)
+
+
+def _blank(original: type) -> Any:
+    cls = _with_mixin(original)
+    return cls.__new__(cls)
 
 
 def disable_speculation(model: Any) -> Any:

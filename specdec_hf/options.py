@@ -140,12 +140,13 @@ def user_set(name: str, kwargs: dict[str, Any], configs: list[Any]) -> Any:
 
     Args:
         kwargs: the keyword arguments of generate().
-        configs: GenerationConfig objects by falling priority; unset fields are None there.
+        configs: GenerationConfig objects by falling priority. Unset fields are None there, or transformers' default where
+            somebody has filled it in already (pipelines did before 5.20), which cannot be told from a user's own.
     """
-    for value in (kwargs.get(name), *(getattr(config, name, None) for config in configs if config is not None)):
-        if value is not None:
-            return value
-    return None
+    if kwargs.get(name) is not None:
+        return kwargs[name]
+    values = (getattr(config, name, None) for config in configs if config is not None)
+    return next((value for value in values if value not in (None, global_default(name))), None)
 
 
 def knobs_of_prepared(generation_config: Any) -> dict[str, Any]:
