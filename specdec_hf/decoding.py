@@ -23,11 +23,12 @@ from torch import Tensor
 
 from . import _hf
 from .cache import SpeculativeCache
+from .coupling import CoupledNoise
 from .drafters.base import Drafter, DraftRequest, Observation, Prompt
 from .forward import TargetRunner, must_stay_level
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
-from .policies import confident_lengths
+from .policies import Bounds, confident_lengths, make_schedule
 from .processors import DraftSampler, ProcessorStack, UniformStream
 from .proposal import Proposal, Round
 from .stopping import StoppingRules
@@ -35,6 +36,19 @@ from .targets import TapRecorder
 from .verify import verify_greedy, verify_position, verify_sampled
 
 _STATE = "_speculation_state"  # attribute of a returned cache: what the drafter knows of it
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """The random numbers of one round; both None in greedy decoding.
+
+    Args:
+        uniforms: float64 [B, 2 K + 1], see `UniformStream.take`.
+        noise: float32 [B, K + 1, V], see `CoupledNoise.block`: decoding is then greedy on noisy scores.
+    """
+
+    uniforms: Tensor | None = None
+    noise: Tensor | None = None
 
 
 @dataclass
@@ -86,9 +100,16 @@ class _Decoder:
         self.watch = Stopwatch(self.stats)
         self.stack = ProcessorStack(call.logits_processor)
         self.rules = StoppingRules(call.stopping_criteria, batch)
-        self.block_size = min(config.num_assistant_tokens or drafter.max_tokens, drafter.max_tokens)
+        most = min(config.max_assistant_tokens or drafter.max_tokens, drafter.max_tokens)
+        least = min(config.min_assistant_tokens or 1, most)
+        first = config.num_assistant_tokens or drafter.default_tokens or drafter.max_tokens
+        bounds = Bounds(min(max(first, least), most), least, most, config.acceptance_target)
+        self.schedule, self.remember_schedule = make_schedule(
+            config.num_assistant_tokens_schedule, bounds, batch, call.model, drafter.identity
+        )
+        self.block_size = self.schedule.maximum
         # A streamer of several rows is given one token of each at a time, as plain decoding gives them.
-        level_rows = batch > 1 and (call.streamer is not None or must_stay_level(call.model))
+        level_rows = batch > 1 and (call.streamer is not None or drafter.level_rows or must_stay_level(call.model))
         self.in_order = self.stack.in_order or self.rules.in_order or level_rows
         source = call.model_kwargs[_hf.CACHE_KEY]
         self.keeps_cache = _hf.outlives_call(source, settings)
@@ -103,6 +124,8 @@ class _Decoder:
             self.capacity,
         )  # fmt: skip
         self.stream = UniformStream(config.generator, batch, device)
+        self.noise: CoupledNoise | None = None
+        self.noise_starts: list[int] = []  # by the call's rows: position in the noise of the first generated token
         self.ids = torch.zeros(batch, prompt + reserve, dtype=torch.long, device=device)
         self.ids[:, :prompt] = call.input_ids
         self.lengths = [prompt] * batch
@@ -125,13 +148,13 @@ class _Decoder:
         self._prefill()
         while self._unfinished():
             limits = self._limits()
-            uniforms = self._uniforms(limits)
-            proposal = self._propose(limits, uniforms)
+            draws = self._draws(limits)
+            proposal = self._propose(limits, draws)
             with self.watch.part("target"):
                 outputs, positions, tokens = self.runner.block(self.ids, self.lengths, proposal.width)
                 self.stats.forward_passes += 1
             before = list(self.lengths)
-            self._judge(outputs, proposal, uniforms, max(self.runner.filled) + proposal.width + 1)
+            self._judge(outputs, proposal, draws, max(self.runner.filled) + proposal.width + 1)
             # The anchor was fed, so as many columns enter the cache as tokens were committed; a row that had
             # ended only gives its last token to the cache.
             gained = [max(now - then, 1) for now, then in zip(self.lengths, before, strict=True)]
@@ -142,6 +165,7 @@ class _Decoder:
             self._release_rows()
         if self.call.streamer is not None:
             self.call.streamer.end()
+        self.remember_schedule()
         self.watch.stop()
 
     def _unfinished(self) -> bool:
@@ -167,13 +191,20 @@ class _Decoder:
         self.outputs.prefill(outputs)
         outputs.logits = outputs.logits[:, -1:]
         self.vocab_size = outputs.logits.shape[-1]
+        if self.do_sample and self.config.coupling == "gumbel":
+            seed = int(torch.randint(2**62, ())) if self.config.seed is None else self.config.seed
+            self.noise = CoupledNoise(seed, len(self.numbers), self.vocab_size, self.ids.device)
+            self.noise_starts = self.runner.positions.tolist()
         with self.watch.part("draft"):
             positions, valid, cached = self.runner.prompt_columns()
             self.drafter.start(
-                Prompt(call.input_ids, taps, positions, valid, cached, self.capacity, self._kept_state(any(cached)))
+                Prompt(
+                    call.input_ids, taps, positions, valid, cached, self.capacity, self._kept_state(any(cached)),
+                    self.runner.prompt_mask(),
+                )  # fmt: skip
             )
         nothing = Proposal(call.input_ids[:, :0], [0] * len(self.numbers))
-        self._judge(outputs, nothing, self._uniforms([0] * len(self.numbers)), None)
+        self._judge(outputs, nothing, self._draws([0] * len(self.numbers)), None)
         self._release_rows()
 
     def _kept_state(self, cached: bool) -> Any:
@@ -181,57 +212,69 @@ class _Decoder:
         return kept[1] if cached and kept is not None and kept[0] == self.drafter.identity else None
 
     def _limits(self) -> list[int]:
-        """Tokens each row may draft: its budget less the token that the target adds itself."""
-        budget = self.rules.max_length - 1
+        """Tokens each row may draft: what the schedule says, within its budget less the token that the target adds itself."""
+        budget, wishes = self.rules.max_length - 1, self.schedule.limits(self.numbers)
         return [
-            0 if ended else max(min(self.block_size, budget - length), 0)
-            for length, ended in zip(self.lengths, self.ended, strict=True)
+            0 if ended else max(min(wish, budget - length), 0)
+            for wish, length, ended in zip(wishes, self.lengths, self.ended, strict=True)
         ]
 
-    def _uniforms(self, limits: list[int]) -> Tensor | None:
-        return self.stream.take(self.numbers, limits, max(limits)) if self.do_sample else None
+    def _draws(self, limits: list[int]) -> _Draws:
+        if not self.do_sample:
+            return _Draws()
+        if self.noise is None:
+            return _Draws(uniforms=self.stream.take(self.numbers, limits, max(limits)))
+        prompt = self.call.input_ids.shape[1]
+        rows = zip(self.numbers, self.lengths, strict=True)
+        starts = [self.noise_starts[number] + length - prompt for number, length in rows]
+        return _Draws(noise=self.noise.block(self.numbers, starts, max(limits) + 1))
 
-    def _propose(self, limits: list[int], uniforms: Tensor | None) -> Proposal:
+    def _propose(self, limits: list[int], draws: _Draws) -> Proposal:
         width = max(limits)
         starts = torch.tensor(self.lengths, device=self.ids.device)
         if width == 0:
             return Proposal(self.ids[:, :0], limits)
         rows = torch.arange(len(limits), device=self.ids.device)
         with self.watch.part("draft"):
-            draws = uniforms if uniforms is not None else self.ids.new_zeros(len(limits), width, dtype=torch.float64)
             sampler = DraftSampler(
-                self.stack, self.do_sample, self.ids, self.lengths, starts, draws, self.vocab_size
+                self.stack, self.ids, self.lengths, starts, self.vocab_size, draws.uniforms, draws.noise
             )  # fmt: skip
-            anchors = self.ids[rows, starts - 1]
-            proposal = self.drafter.propose(DraftRequest(anchors, self.runner.positions, limits, width, sampler))
+            anchors, positions = self.ids[rows, starts - 1], self.runner.positions
+            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths)
+            proposal = self.drafter.propose(request)
             threshold = self.config.assistant_confidence_threshold or 0.0
+            lengths = proposal.lengths
             if threshold > 0 and proposal.confidence is not None:
-                return proposal.trimmed(confident_lengths(proposal.confidence, proposal.lengths, threshold))
+                lengths = confident_lengths(proposal.confidence, lengths, threshold)
+            if max(lengths) < proposal.tokens.shape[1] or lengths is not proposal.lengths:
+                proposal = proposal.trimmed(lengths)
+            sampler.enter(proposal.tokens)
             return proposal
 
     # -- judging ----------------------------------------------------------------------------------------------------------
 
-    def _judge(self, outputs: Any, proposal: Proposal, uniforms: Tensor | None, block_end: int | None) -> None:
+    def _judge(self, outputs: Any, proposal: Proposal, draws: _Draws, block_end: int | None) -> None:
         """Commit what the target accepts of a block. `block_end` is None for the prompt's last position."""
         logits = outputs.logits.to(self.ids.device, torch.float32, copy=True)
         if self.in_order:
-            self._judge_in_order(outputs, logits, proposal, uniforms, block_end)
+            self._judge_in_order(outputs, logits, proposal, draws, block_end)
         else:
-            self._judge_block(outputs, logits, proposal, uniforms, block_end)
+            self._judge_block(outputs, logits, proposal, draws, block_end)
 
     def _judge_block(
-        self, outputs: Any, logits: Tensor, proposal: Proposal, uniforms: Tensor | None, block_end: int | None
+        self, outputs: Any, logits: Tensor, proposal: Proposal, draws: _Draws, block_end: int | None
     ) -> None:
         raw = logits.clone() if "logits" in self.outputs.wanted else logits
         scores = logits if self.stack.is_empty else self.stack.block(self.ids, self.lengths, logits)
         width = proposal.tokens.shape[1]
-        if uniforms is None:
-            choices = scores.argmax(dim=-1)
+        if draws.uniforms is None:
+            noisy = scores if draws.noise is None else scores + draws.noise[:, : width + 1]
+            choices = noisy.argmax(dim=-1)
             verdict = verify_greedy(choices, proposal)
             broken = scores.gather(2, choices[:, :, None]).isnan().flatten(1).any(dim=1)
         else:
             probs = scores.softmax(dim=-1)
-            verdict = verify_sampled(probs, proposal, _accept_numbers(uniforms, width))
+            verdict = verify_sampled(probs, proposal, _accept_numbers(draws.uniforms, width))
             broken = probs[:, :, 0].isnan().any(dim=1)
         columns = (verdict.accepted[:, None], proposal.tokens, verdict.next_tokens[:, None], broken[:, None].long())
         host = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
@@ -249,14 +292,15 @@ class _Decoder:
                 self._keep_outputs(outputs, row, place, scores, raw, block_end)
             self._stream(new[:kept])
             if block_end is not None:
-                self.stats.record(self.numbers[row], Round(proposal.lengths[row], accepted, kept))
+                self._record(row, Round(proposal.lengths[row], accepted, kept))
             self.lengths[row] += kept
 
     def _judge_in_order(
-        self, outputs: Any, logits: Tensor, proposal: Proposal, uniforms: Tensor | None, block_end: int | None
+        self, outputs: Any, logits: Tensor, proposal: Proposal, draws: _Draws, block_end: int | None
     ) -> None:
         """The level way: place by place, for as long as every row keeps its drafted token."""
-        numbers = None if uniforms is None else _accept_numbers(uniforms, proposal.tokens.shape[1])
+        width = proposal.tokens.shape[1]
+        numbers = None if draws.uniforms is None else _accept_numbers(draws.uniforms, width)
         was_ended, start, committed = list(self.ended), self.lengths[0], 0
         pad = _hf.pad_token(self.call.generation_config)
         for place in range(logits.shape[1]):
@@ -265,8 +309,9 @@ class _Decoder:
             scores = self.stack.one_position(self.ids[:, :length], raw)
             if bool(scores[[row for row, ended in enumerate(self.ended) if not ended]].isnan().any()):
                 raise ValueError(_nan_message(self.call.model, length))
-            pair = scores if numbers is None else numbers[:, [min(place, numbers.shape[1] - 1), -1]]
-            kept, tokens = verify_position(scores, proposal, place, pair, self.do_sample)
+            noisy = scores if draws.noise is None else scores + draws.noise[:, place]
+            pair = noisy if numbers is None else numbers[:, [min(place, width), -1]]
+            kept, tokens = verify_position(noisy, proposal, place, pair, numbers is not None)
             ended = torch.tensor(self.ended, device=tokens.device)
             if self.rules.pads_finished_rows:
                 tokens = torch.where(ended, torch.full_like(tokens, pad or 0), tokens)
@@ -286,7 +331,7 @@ class _Decoder:
         if block_end is not None:
             for row, ended_before in enumerate(was_ended):
                 if not ended_before:
-                    self.stats.record(self.numbers[row], Round(proposal.lengths[row], committed - 1, committed))
+                    self._record(row, Round(proposal.lengths[row], committed - 1, committed))
 
     def _keep_outputs(
         self, outputs: Any, row: int, place: int, scores: Tensor, raw: Tensor, block_end: int | None, at: int | None = None
@@ -297,6 +342,10 @@ class _Decoder:
         self.outputs.add(number, row, place if at is None else at, scores, raw)
         if block_end is not None:
             self.outputs.add_states(number, row, place, outputs, self.runner.filled[row] + place, block_end)
+
+    def _record(self, row: int, round_: Round) -> None:
+        self.stats.record(self.numbers[row], round_)
+        self.schedule.learn(self.numbers[row], round_)
 
     def _stream(self, tokens: list[int]) -> None:
         if self.call.streamer is not None:
