@@ -77,12 +77,89 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per call.")] = 48,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of calls per context.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")
+    ] = None,
 ) -> None:
     """Measure what a round costs beside a step of plain decoding, and what a long context adds."""
     from .benchmark import run_benchmark
 
     run_benchmark(target, draft, dtype.value, context or [128, 4000], new_tokens, repeats, threads, output)
+
+
+@app.command("eval")
+def evaluate(
+    data: Annotated[
+        list[Path], typer.Option(help='JSONL with {"turns": [...]} or {"messages": [...]}; several allowed.')
+    ],
+    target: Annotated[
+        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = 40,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,
+    threshold: Annotated[
+        list[float] | None, typer.Option(min=0, max=1, help="Confidence thresholds of the sweep. Default: 0 to 0.8.")
+    ] = None,
+    sweep_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each file in the sweep; 0 = no sweep.")] = 4,
+    all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer every turn, not only the first.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory for eval.json and report.html.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Time a few steps and say how long it would take.")
+    ] = False,
+) -> None:
+    """Measure accepted length, acceptance, speed and equality with plain generate() on your prompts."""
+    from .evaluation import THRESHOLDS, Settings, estimate_text, run_evaluation
+    from .report import table
+
+    settings = Settings(
+        limit,
+        max_new_tokens,
+        tuple(temperature or (0.0, 1.0)),
+        tuple(threshold or THRESHOLDS) if sweep_prompts else (),
+        max(sweep_prompts, 1),
+        all_turns,
+        seed,
+    )
+    result = run_evaluation(data, target, draft, dtype.value, settings, threads, output, dry_run)
+    typer.echo(estimate_text(result) if dry_run else table(result))
+    if output is not None and not dry_run:
+        typer.echo(f"written: {output / 'eval.json'}, {output / 'report.html'}")
+
+
+@app.command()
+def calibrate(
+    data: Annotated[list[Path], typer.Option(help="JSONL prompts that the head was not trained on; several allowed.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    limit: Annotated[int | None, typer.Option(min=2, help="Prompts of each file.")] = 40,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory for calibration.json and reliability.png.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Directory for the calibrated head; its own one changes its config.json alone.")
+    ] = None,
+) -> None:
+    """Fit the temperatures of a head's confidence, so that a threshold of 0.5 means one in two."""
+    from .calibration import Settings, run_calibration, table
+
+    settings = Settings(limit, max_new_tokens, tuple(temperature or (0.0, 1.0)), seed)
+    typer.echo(table(run_calibration(data, target, draft, dtype.value, settings, threads, output, save)))
+    if save is not None:
+        typer.echo(f"written: {save}")
 
 
 def main() -> None:

@@ -1,0 +1,71 @@
+"""Target, tokenizer and draft head by their names, as commands take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .default_target import BUNDLED_HEAD, fetch_default_target
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its head, in one dtype on one device, in eval mode.
+
+    Attributes:
+        model, tokenizer, head: the target (speculation not yet enabled), its tokenizer, its `DSparkDraftModel`.
+        target, draft: names for a person.
+        draft_source: what the head was loaded from.
+    """
+
+    model: Any
+    tokenizer: Any
+    head: Any
+    target: str
+    draft: str
+    draft_source: str
+
+
+def load_pair(target: str | None, draft: str | None, dtype: str = "bfloat16") -> Pair:
+    """Load a target and its head; on the GPU if there is one.
+
+    Args:
+        target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
+        draft: DSpark head for it; None is the bundled one, which fits the default target only.
+        dtype: one of ``DTYPES``.
+
+    Raises:
+        ValueError: a dtype that is not known, or ``target`` without ``draft``.
+        OSError: not found.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
+    if target is not None and draft is None:
+        raise ValueError(
+            f"target is {target!r} without a draft: the bundled head was trained for SmolLM2-135M-Instruct and fits no "
+            "other. Name a DSpark head that belongs to this target with --draft."
+        )
+    if draft is None and not (BUNDLED_HEAD / "config.json").is_file():
+        raise FileNotFoundError(
+            f"this copy of specdec_hf comes without its head ({BUNDLED_HEAD.name} is not in assets/): install from a "
+            "full checkout or wheel, or name a DSpark head with --draft"
+        )
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .heads.dspark import DSparkDraftModel
+
+    source, name = target, target
+    if source is None:
+        found = fetch_default_target()
+        source, name = found.path, found.source
+    assert name is not None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    number_type = getattr(torch, dtype)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=number_type).to(device).eval()
+    where = draft or str(BUNDLED_HEAD)
+    head = DSparkDraftModel.from_pretrained(where, dtype=number_type).to(device).eval()
+    return Pair(model, tokenizer, head, name, draft or f"{BUNDLED_HEAD.name} (bundled)", where)
