@@ -1,7 +1,7 @@
 """Sampling through generate() has exactly the target's processed distribution, whatever the draft head says.
 
 The joint distribution of three tokens is enumerated with the target's own forward and transformers' own processors at
-each true prefix, and compared with samples by chi-square. The head is untrained and its Markov bias large, so target and
+each true prefix, and compared with samples by chi-square. The head is untrained, its Markov bias large, so target and
 draft disagree often; loops that are wrong in a known way fail the same test.
 """
 

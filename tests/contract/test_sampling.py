@@ -156,7 +156,7 @@ def test_processors_see_float32(pure, do_sample):
 
 
 def test_kept_probabilities_are_those_that_were_drawn_from(monkeypatch):
-    """A bf16 head under a float32 target: q is float32, sums to one, and drafted tokens have exactly its frequencies."""
+    """A bf16 head under a float32 target: q is float32, sums to one, and tokens come with exactly its frequencies."""
     target, head = pair(torch.bfloat16)
     proposals: list[Any] = []
     raw: list[Tensor] = []
