@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 from .default_target import BUNDLED_HEAD, fetch_default_target
 from .generation import enable_speculation, last_speculation
 from .heads.dspark import DSparkDraftModel
-from .provenance import processor_name, provenance
+from .hardware import fast_dtype, processor_name
+from .provenance import provenance
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,11 @@ def run_benchmark(
 
     Args:
         target, draft: names or directories; None for the defaults of `specdec demo`.
-        dtype: `"bfloat16"`, `"float32"` or `"float16"`.
+        dtype: `"bfloat16"`, `"float32"`, `"float16"`, or `"auto"` (see `fast_dtype`).
         contexts, new_tokens, repeats, threads: see `measure`.
         output: JSON file to write, or None.
     """
+    dtype = fast_dtype("cpu") if dtype == "auto" else dtype
     source = target or fetch_default_target(lambda message: None).path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     head = DSparkDraftModel.from_pretrained(draft or BUNDLED_HEAD, dtype=model.dtype).eval()

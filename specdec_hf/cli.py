@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .interop.commands import add_commands
 
 app = typer.Typer(
     help="Speculative decoding for Hugging Face transformers.",
@@ -23,8 +24,9 @@ app = typer.Typer(
 
 
 class DType(str, enum.Enum):
-    """Number types that a command offers."""
+    """Number types that a command offers; auto is bfloat16 where the processor computes in it, else float32."""
 
+    auto = "auto"
     bfloat16 = "bfloat16"
     float32 = "float32"
     float16 = "float16"
@@ -54,7 +56,7 @@ def demo(
     draft: Annotated[
         str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
 ) -> None:
@@ -160,6 +162,9 @@ def calibrate(
     typer.echo(table(run_calibration(data, target, draft, dtype.value, settings, threads, output, save)))
     if save is not None:
         typer.echo(f"written: {save}")
+
+
+add_commands(app)
 
 
 def main() -> None:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .default_target import BUNDLED_HEAD, fetch_default_target
+from .hardware import fast_dtype
 
 if TYPE_CHECKING:
     import torch
 
     from .output import SpeculationStats
 
-DTYPES = ("bfloat16", "float32", "float16")
+DTYPES = ("auto", "bfloat16", "float32", "float16")
 CHECK_TOKENS = 32
 """New tokens a prompt in the float32 comparison: long enough to tell, short enough not to be waited for."""
 CHECK_MAX_PARAMETERS = 1_000_000_000
@@ -65,7 +66,7 @@ def run_demo(
     prompts: Sequence[str] = PROMPTS,
     target: str | None = None,
     draft: str | None = None,
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     max_new_tokens: int = 128,
     threads: int | None = None,
 ) -> list[Run]:
@@ -75,7 +76,7 @@ def run_demo(
         prompts: user messages; a target without a chat template gets them as they are.
         target: model name or directory; None is SmolLM2-135M-Instruct (see ``default_target``).
         draft: DSpark head for it; None is the bundled one, which fits the default target only.
-        dtype: one of ``DTYPES``, for both models.
+        dtype: one of ``DTYPES``, for both models; "auto" is bfloat16 where the processor computes in it, else float32.
         max_new_tokens: budget a prompt, at least 1.
         threads: CPU threads; None leaves torch's choice.
 
@@ -94,6 +95,13 @@ def run_demo(
     if threads is not None:
         torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = fast_dtype(device)
+        if dtype == "float32":
+            _say(
+                "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost as much as its tokens one "
+                "by one and nothing could be gained (--dtype bfloat16 shows it)"
+            )
     if target is None:
         found = fetch_default_target(_say)
         target, source = found.path, found.source

@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .hardware import processor_name
+
 _PACKAGES = ("specdec_hf", "torch", "transformers", "safetensors", "tokenizers")
 
 
@@ -31,18 +33,6 @@ def provenance(**settings: Any) -> dict[str, Any]:
         "machine": {"processor": processor_name(), "cores": os.cpu_count(), "system": platform.system()},
         **settings,
     }
-
-
-def processor_name() -> str:
-    """The processor's own name, with the widest vector instructions that matter here; the architecture if unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
-    flags = next((line.split() for line in text.splitlines() if line.startswith("flags")), [])
-    best = next((flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags), "")
-    return f"{names[0] if names else platform.machine()} {best}".strip()
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from specdec_hf import DSparkConfig, DSparkDraftModel
 from specdec_hf.benchmark import RoundCost, measure, table, write_json
-from specdec_hf.provenance import processor_name
+from specdec_hf.hardware import block_cost, fast_dtype, processor_name
 
 
 def test_measure_reports_every_context(tiny_target: Any) -> None:
@@ -39,3 +39,11 @@ def test_json_says_where_the_figures_come_from(tmp_path: Path) -> None:
     assert written["rounds"][0]["round"] == 15.0 and written["rounds"][0]["other_share"] == pytest.approx(1 / 15)
     assert written["provenance"]["versions"]["torch"] == torch.__version__
     assert written["provenance"]["dtype"] == "float32" and written["provenance"]["machine"]["processor"] == processor_name()
+
+
+def test_the_number_type_follows_what_a_block_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.3 < block_cost("float32", rows=2) < 20  # a ratio of two timings, not a time
+    monkeypatch.setattr("specdec_hf.hardware.block_cost", lambda dtype: 7.5)
+    assert fast_dtype("cpu") == "float32" and fast_dtype("cuda") == "bfloat16"
+    monkeypatch.setattr("specdec_hf.hardware.block_cost", lambda dtype: 1.3)
+    assert fast_dtype("cpu") == "bfloat16"

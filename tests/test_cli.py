@@ -26,7 +26,7 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     done = runner.invoke(cli.app, ["demo", *options, "--max-new-tokens", "5", "--threads", "2"])
     assert done.exit_code == 0, done.output
     assert runner.invoke(cli.app, ["demo"]).exit_code == 0
-    assert seen == [(["a", "b"], "t", "d", "float32", 5, 2), (demo.PROMPTS, None, None, "bfloat16", 128, None)]
+    assert seen == [(["a", "b"], "t", "d", "float32", 5, 2), (demo.PROMPTS, None, None, "auto", 128, None)]
 
 
 def test_unknown_values_name_the_known_ones() -> None:

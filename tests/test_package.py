@@ -19,6 +19,7 @@ PACKAGE = Path(specdec_hf.__file__).parent
 RANKS = {
     "_hf": 0,
     "coupling": 0,
+    "hardware": 0,
     "heads": 0,
     "output": 0,
     "plots": 0,
