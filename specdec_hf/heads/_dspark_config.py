@@ -83,7 +83,8 @@ class DSparkConfig(PretrainedConfig):
         draft_top_k: default number of best base logits a slot that get the Markov bias; the others become -inf.
         bos_token_id, eos_token_id, pad_token_id: the target's ids (``pipeline`` compares them).
         speculative_strategy: the strategy that ``generate`` takes for this head.
-        target_name_or_path: where the target comes from, for people and tools.
+        target_name_or_path, target_revision: where the target comes from, for people and tools; ``bind`` warns of a
+            target with another name or commit on the Hub.
 
     Raises:
         ValueError: any value out of its range or of a wrong type; the message names value, rule and fix.
@@ -132,6 +133,7 @@ class DSparkConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
     speculative_strategy: str = "dspark"
     target_name_or_path: str | None = None
+    target_revision: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         self._fill_defaults(kwargs)
@@ -354,6 +356,7 @@ class DSparkConfig(PretrainedConfig):
         text = target_config.get_text_config(decoder=True)
         fields = shape_of_target(text)
         fields["target_name_or_path"] = getattr(target_config, "_name_or_path", None) or None
+        fields["target_revision"] = getattr(target_config, "_commit_hash", None)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(text, name, None)
             fields[name] = value if value is not None else getattr(target_config, name, None)

@@ -1,0 +1,1 @@
+"""Heads of other formats in and out, engine recipes, model cards, the Hub."""

@@ -1,0 +1,280 @@
+"""A head in this package's terms written in a layout: specdec, DeepSpec (Qwen3) or speculators.
+
+What a layout has no field for is refused where it changes the drafts, and warned about where it does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3Config
+
+from ..heads.dspark import DSparkConfig
+from .reading import Checkpoint
+from .target import Target
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version of speculators whose layout is written."""
+
+
+def write_head(
+    head: Checkpoint, out: str, layout: str, target: Target | None, mask_row: int | None = None
+) -> list[str]:
+    """Write a head into a new directory.
+
+    Args:
+        head: as read; ``head.tensors`` may get the target's embeddings added.
+        out: directory; absent or empty.
+        layout: ``specdec``, ``deepspec`` or ``speculators``.
+        target: needed for speculators (it names its verifier), and where embeddings have to be written.
+        mask_row: the id whose row gets the mask vector of a head that has its own.
+
+    Returns:
+        Warnings, in words.
+
+    Raises:
+        ValueError: the layout cannot hold this head, or a fact is missing; the message says which.
+        OSError: the directory is not empty or cannot be written.
+    """
+    directory = Path(out)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise FileExistsError(f"{out} exists and is not an empty directory; give a new one")
+    if layout == "specdec":
+        warnings, fields = [], _specdec(head.config)
+    else:
+        warnings = _prepare(head, layout, target, mask_row)
+        fields = _deepspec(head.config) if layout == "deepspec" else _speculators(head, target)
+    tensors = dict(head.tensors)
+    if layout == "speculators" and head.config.has_reduced_vocab:
+        tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][tensors["d2t"] + torch.arange(len(tensors["d2t"]))] = True
+    _write(directory, fields, tensors)
+    return warnings
+
+
+def _write(directory: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """All or nothing: files are made beside the directory and moved there at the end."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent)
+    try:
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            os.path.join(unfinished, "model.safetensors"),
+            metadata={"format": "pt"},
+        )
+        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+        Path(unfinished, "config.json").write_text(text, encoding="utf-8")
+        os.chmod(unfinished, 0o755)  # mkdtemp makes it private
+        if directory.is_dir():
+            directory.rmdir()
+        os.replace(unfinished, directory)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _specdec(config: DSparkConfig) -> dict[str, Any]:
+    config.architectures = ["DSparkDraftModel"]
+    return json.loads(config.to_json_string(use_diff=False))
+
+
+def _prepare(head: Checkpoint, layout: str, target: Target | None, mask_row: int | None) -> list[str]:
+    """Refuse what the layout cannot hold, add embeddings where they must be in the file, and collect warnings."""
+    config = head.config
+    _refuse(config, layout)
+    warnings = engine_warnings(config)
+    if config.mask_token_id is None or config.embedding_scale != 1.0:
+        _own_embeddings(head, target)
+    if config.embedding_scale != 1.0:
+        head.tensors["embed_tokens.weight"] = head.tensors["embed_tokens.weight"] * config.embedding_scale
+        warnings.append(
+            f"embedding_scale={config.embedding_scale} is multiplied into embed_tokens (rounded to its dtype)."
+        )
+        config.embedding_scale = 1.0
+    if config.mask_token_id is None:
+        warnings.append(_write_mask_row(head, target, mask_row))
+    if config.has_reduced_vocab and not config.has_lm_head:
+        if target is None:
+            raise ValueError(
+                "the head borrows its lm_head for a reduced vocabulary, which engines read from the file; give --target"
+            )
+        ids = head.tensors["d2t"] + torch.arange(len(head.tensors["d2t"]))
+        head.tensors["lm_head.weight"] = target.lm_head_rows(config.vocab_size)[ids].to(_dtype(head))
+        config.has_lm_head = True
+    if layout == "deepspec" and not (config.has_embed_tokens and config.has_lm_head):
+        if target is not None:
+            _own_embeddings(head, target)
+            if not config.has_lm_head:
+                head.tensors["lm_head.weight"] = target.lm_head_rows(config.vocab_size).to(_dtype(head))
+                config.has_lm_head = True
+        else:
+            warnings.append(
+                "the file has no embed_tokens and lm_head of its own: vLLM takes the target's, but DeepSpec's own "
+                "loader leaves them uninitialised without a word. Give --target to write them into the file."
+            )
+    if config.confidence_temperatures is not None and layout == "speculators":
+        warnings.append("confidence_temperatures (calibration) have no field in this layout and are left out.")
+    return warnings
+
+
+def _refuse(config: DSparkConfig, layout: str) -> None:
+    name = {"deepspec": "DeepSpec's layout", "speculators": "the speculators layout"}[layout]
+    refused = [
+        (not config.qk_norm, "qk_norm=False", "its layers are Qwen3's, which norm queries and keys"),
+        (config.final_logit_softcapping is not None, "final_logit_softcapping", "it has no field for it"),
+        (config.sliding_window is not None, "sliding_window", "programs differ in what a block sees there"),
+        (layout == "deepspec" and config.has_reduced_vocab, "draft_vocab_size", "it has no reduced vocabulary"),
+        (
+            layout == "deepspec" and config.target_hidden_size != config.hidden_size,
+            "target_hidden_size",
+            "it takes draft and target as equally wide",
+        ),
+    ]
+    for applies, what, why in refused:
+        if applies:
+            other = " Use --to speculators." if layout == "deepspec" and "vocab" in what + why else ""
+            raise ValueError(f"a head with {what} cannot be written in {name}: {why}.{other}")
+
+
+def engine_warnings(config: DSparkConfig) -> list[str]:
+    """What engines (vLLM 0.32) refuse or do otherwise with this head, in words."""
+    found = []
+    if config.markov_head_type in ("gated", "rnn"):
+        found.append(f"vLLM refuses markov_head_type={config.markov_head_type!r} when it loads the head.")
+    if config.markov_rank == 0:
+        found.append("vLLM's process dies at a DSpark head with markov_rank 0; serve it elsewhere.")
+    if -1 in config.target_layer_ids:
+        found.append("target_layer_ids has -1 (the embedding output), which no engine has been tried with.")
+    if not config.sample_from_anchor:
+        found.append("sample_from_anchor is false: DeepSpec's own code ignores that and drafts from the wrong slots.")
+    return found
+
+
+def _dtype(head: Checkpoint) -> torch.dtype:
+    return head.tensors["fc.weight"].dtype
+
+
+def _own_embeddings(head: Checkpoint, target: Target | None) -> None:
+    if head.config.has_embed_tokens:
+        return
+    if target is None:
+        raise ValueError(
+            "the head borrows the target's embeddings but must bring changed ones (mask_embedding, embedding_scale); "
+            "give --target so that they can be written into the file"
+        )
+    head.tensors["embed_tokens.weight"] = target.embedding_rows(head.config.vocab_size).to(_dtype(head))
+    head.config.has_embed_tokens = True
+
+
+def _write_mask_row(head: Checkpoint, target: Target | None, mask_row: int | None) -> str:
+    """Other layouts know a mask token, not a mask vector: it becomes the embedding of an id that no text holds."""
+    config = head.config
+    spare = target.spare_token_id(config.vocab_size) if mask_row is None and target is not None else mask_row
+    if spare is None:
+        raise ValueError(
+            "this head has a mask vector of its own (mask_embedding); other layouts only know a mask token. Give "
+            "--mask-token-id with an id that no text holds (an unused or padding row of the vocabulary): its embedding "
+            "in the exported file becomes the vector. With --target whose tokenizer leaves rows unused, the last such "
+            "row is taken."
+        )
+    if not 0 <= spare < config.vocab_size:
+        raise ValueError(f"--mask-token-id {spare}: it must be 0 to {config.vocab_size - 1}; give an unused id")
+    rows = head.tensors["embed_tokens.weight"].clone()
+    rows[spare] = head.tensors.pop("mask_embedding").to(rows.dtype)
+    head.tensors["embed_tokens.weight"] = rows
+    config.mask_token_id = spare
+    return f"the head's own mask vector is written as the embedding of id {spare}; that id must not occur in texts."
+
+
+def _layer_config(config: DSparkConfig) -> dict[str, Any]:
+    """A complete Qwen3 configuration of the draft's layers: readers fill in no defaults."""
+    names = (
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+        "hidden_act rms_norm_eps attention_bias max_position_embeddings initializer_range bos_token_id eos_token_id "
+        "pad_token_id"
+    )
+    fields = {name: getattr(config, name) for name in names.split()}
+    rest = "model_type attention_dropout max_window_layers layer_types sliding_window use_sliding_window use_cache"
+    whole = Qwen3Config(
+        **fields,
+        rope_parameters=dict(config.rope_parameters),
+        layer_types=["full_attention"] * config.num_hidden_layers,
+    ).to_dict()
+    kept = ["rope_parameters", *rest.split()]
+    return {**fields, **{name: whole.get(name) for name in kept}, "tie_word_embeddings": False}
+
+
+def _draft_fields(config: DSparkConfig) -> dict[str, Any]:
+    return {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head_type if config.markov_rank else "vanilla",
+        "enable_confidence_head": config.enable_confidence_head,
+        "confidence_head_with_markov": config.confidence_head_with_markov,
+        "sample_from_anchor": config.sample_from_anchor,  # readers differ in what they take when it is missing
+        "dtype": _dtype_name(config),
+        "tie_word_embeddings": False,
+    }
+
+
+def _dtype_name(config: DSparkConfig) -> str:
+    return str(config.dtype or "float32").removeprefix("torch.")
+
+
+def _deepspec(config: DSparkConfig) -> dict[str, Any]:
+    if config.num_target_layers is None:
+        raise ValueError("num_target_layers is not known, which DeepSpec's config.json needs; give --target")
+    extra = {
+        name: getattr(config, name)
+        for name in ("confidence_temperatures", "draft_top_k", "target_name_or_path", "target_revision")
+        if getattr(config, name) is not None
+    }
+    return {
+        **_layer_config(config),
+        **_draft_fields(config),
+        **extra,
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": config.num_anchors,  # DeepSpec's loader needs it
+        "target_layer_ids": list(config.target_layer_ids),
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def _speculators(head: Checkpoint, target: Target | None) -> dict[str, Any]:
+    config = head.config
+    if target is None:
+        raise ValueError(
+            "the speculators layout names its target (verifier), from which engines take embeddings and lm_head; a "
+            "missing one loads garbage without an error. Give --target."
+        )
+    return {
+        **_draft_fields(config),
+        "architectures": ["DSparkDraftModel"],
+        "aux_hidden_state_layer_ids": [one + 1 for one in config.target_layer_ids],
+        "draft_vocab_size": config.draft_vocab_size,
+        "sliding_window_non_causal": False,
+        "speculators_config": {
+            "algorithm": "dspark",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.max_draft_tokens,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"architectures": target.architectures, "name_or_path": target.name},
+        },
+        "speculators_model_type": "dspark",
+        "speculators_version": SPECULATORS_VERSION,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+        "transformer_layer_config": _layer_config(config),
+    }
