@@ -226,6 +226,18 @@ class SpeculativeCache(DynamicCache):
         self.rows.set(lengths, shortest)
         self.commit(longest)
 
+    def can_return_to(self, length: int) -> bool:
+        """Whether all rows can be cut to `length` slots: sliding layers must still hold the window before it."""
+        return length <= self.get_seq_length() and all(
+            layer.offset == 0 or (layer.window is not None and length - layer.window + 1 >= layer.offset)
+            for layer in self.buffered
+        )
+
+    def return_to(self, length: int) -> None:
+        """Cut all rows to `length` slots, whatever lengths they had."""
+        self.rows.tensor = None
+        self.commit(length)
+
     def ragged_mask(self, valid: Tensor, added: int, windows: dict[bool, int | None]) -> dict[bool, Tensor]:
         """Attention masks for `added` new tokens of rows that have different lengths.
 

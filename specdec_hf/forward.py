@@ -98,6 +98,10 @@ class TargetRunner:
         held = self._mask[:, :filled].bool()
         return positions, held[:, self.cached_before :], held[:, : self.cached_before].sum(dim=1).tolist()
 
+    def prompt_mask(self) -> Tensor | None:
+        """bool [B, C], True at text, over the columns that the cache holds after the prefill; None = no padding."""
+        return None if self._mask is None else self._mask[:, : self.filled[0]].bool()
+
     def block(self, ids: Tensor, lengths: list[int], width: int) -> Any:
         """Run each row's anchor and the tokens drafted behind it.
 

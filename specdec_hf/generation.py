@@ -54,6 +54,7 @@ class SpeculativeDecoding:
         num_assistant_tokens: int | None = None,
         num_assistant_tokens_schedule: str | None = None,
         assistant_confidence_threshold: float | None = None,
+        max_matching_ngram_size: int | None = None,
         stop_strings: Any = None,
         generator: Any = None,
         **model_kwargs: Any,
@@ -63,6 +64,7 @@ class SpeculativeDecoding:
             "num_assistant_tokens": num_assistant_tokens,
             "num_assistant_tokens_schedule": num_assistant_tokens_schedule,
             "assistant_confidence_threshold": assistant_confidence_threshold,
+            "max_matching_ngram_size": max_matching_ngram_size,
         }
         prepared = knobs_of_prepared(generation_config)
         knobs = {name: prepared[name] if value is None else value for name, value in given.items()}
@@ -180,11 +182,13 @@ class SpeculativeGenerationMixin(_hf.GenerationMixin):
         """As `transformers.GenerationMixin.generate`, and with one of our heads as `assistant_model` speculatively.
 
         Args:
-            assistant_model: a draft head, e.g. `DSparkDraftModel`.
+            assistant_model: a draft head, e.g. `DSparkDraftModel`, or what the strategy names (`"draft_model"`: a smaller
+                causal LM; `"prompt_lookup"`: none).
             speculative: a strategy's name or a `SpeculativeConfig`; None = what the head names.
             assistant_strategy: exact alias of `speculative`.
             generator: see `SpeculativeConfig`.
-            num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold: as in GenerationConfig.
+            num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold, max_matching_ngram_size:
+                as in GenerationConfig.
 
         Raises:
             ValueError, TypeError: what speculation does not support; the message says what to do instead.

@@ -17,7 +17,24 @@ from .policies import SCHEDULES
 #: generate() arguments that are ours alone; `SpeculativeConfig` says what they mean.
 OWN_KWARGS = ("speculative", "assistant_strategy", "generator")
 #: GenerationConfig fields that we read under their own names.
-KNOBS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+KNOBS = (
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+)
+#: Values of `SpeculativeConfig.coupling`.
+COUPLINGS = ("residual", "gumbel")
+
+
+_COUNTS = (
+    "num_assistant_tokens",
+    "min_assistant_tokens",
+    "max_assistant_tokens",
+    "max_matching_ngram_size",
+    "min_matching_ngram_size",
+    "draft_top_k",
+)
 
 
 @dataclass(frozen=True)
@@ -26,10 +43,24 @@ class SpeculativeConfig:
 
     Args:
         strategy: name of the drafting strategy, e.g. `"dspark"`; None = the one that the head's configuration names.
-        num_assistant_tokens: tokens drafted per round; None = as many as the drafter can (DSpark: its block).
-        num_assistant_tokens_schedule: how that number changes from round to round; `"constant"` keeps it.
+        num_assistant_tokens: tokens drafted per round; None = the drafter's default (DSpark: its block, draft_model 5,
+            prompt_lookup 10).
+        num_assistant_tokens_schedule: how that number changes from round to round, for each row: `"constant"` keeps it;
+            `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next call
+            goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1 when the
+            acceptance of the latest rounds leaves `acceptance_target` by more than 0.1.
         assistant_confidence_threshold: drafted tokens from the first one on whose estimated survival is below this
             number in [0, 1] are cut before the target sees them; 0 = keep all; None = 0.
+        min_assistant_tokens, max_assistant_tokens: limits of a number that changes; None = 1, and the most that the
+            drafter can.
+        acceptance_target: share of drafted tokens accepted that `"adaptive"` steers to, in (0, 1).
+        max_matching_ngram_size, min_matching_ngram_size: for prompt_lookup, how many of the latest tokens must stand
+            earlier in the text, at best and at least; None = 3 (or the minimum, if that is larger) and 2 (or the maximum).
+        coupling: how sampled tokens are judged. `"residual"` keeps a drafted token with probability min(1, target/draft):
+            most tokens are kept. `"gumbel"` gives each position its own noise, made from `seed`: fewer tokens are kept, and
+            the text is the same with any drafter, any number of drafted tokens and any batch. Both are exact.
+        seed: for `coupling="gumbel"`: an integer, or a list with one per row, with which a row's text is that of a call
+            with that row and seed alone; None = drawn from torch's global stream.
         draft_top_k: compute the Markov bias on the k most likely base logits of each slot only, and draft from exactly
             those (saves time with large vocabularies); None = the head's own setting.
         generator: random numbers for sampling: a `torch.Generator`, or a list with one per row, which makes each row's
@@ -43,11 +74,18 @@ class SpeculativeConfig:
     num_assistant_tokens: int | None = None
     num_assistant_tokens_schedule: str | None = None
     assistant_confidence_threshold: float | None = None
+    min_assistant_tokens: int | None = None
+    max_assistant_tokens: int | None = None
+    acceptance_target: float = 0.6
+    max_matching_ngram_size: int | None = None
+    min_matching_ngram_size: int | None = None
+    coupling: str = "residual"
+    seed: Any = None
     draft_top_k: int | None = None
     generator: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("num_assistant_tokens", "draft_top_k"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(
@@ -69,6 +107,37 @@ class SpeculativeConfig:
             raise ValueError(
                 f"num_assistant_tokens_schedule={schedule!r} is not known{did_you_mean(schedule, SCHEDULES)}. "
                 f"There are: {', '.join(SCHEDULES)}."
+            )
+        target = self.acceptance_target
+        if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0.0 < target < 1.0:
+            raise ValueError(
+                f"acceptance_target={target!r}: it is the share of drafted tokens that should be accepted, so it must lie "
+                "between 0 and 1. Leave it out for 0.6."
+            )
+        for what in ("assistant_tokens", "matching_ngram_size"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"min_{what}={low} is larger than max_{what}={high}: swap them, or leave one out.")
+        self._check_coupling()
+
+    def _check_coupling(self) -> None:
+        if self.coupling not in COUPLINGS:
+            raise ValueError(
+                f"coupling={self.coupling!r} is not known{did_you_mean(self.coupling, COUPLINGS)}. There are: "
+                f"{', '.join(COUPLINGS)}."
+            )
+        seeds = self.seed if isinstance(self.seed, (list, tuple)) else () if self.seed is None else (self.seed,)
+        if not all(isinstance(seed, int) and not isinstance(seed, bool) for seed in seeds):
+            raise TypeError(f"seed={self.seed!r}: must be an integer, or a list with one integer per row.")
+        if self.coupling == "residual" and self.seed is not None:
+            raise ValueError(
+                f"seed={self.seed!r} is for coupling='gumbel' and would do nothing here: pass that too, or seed residual "
+                "sampling with generator=torch.Generator().manual_seed(seed)."
+            )
+        if self.coupling == "gumbel" and self.generator is not None:
+            raise ValueError(
+                "generator is for residual sampling and would do nothing with coupling='gumbel', whose random numbers "
+                "depend on positions: pass seed= (an integer, or a list with one per row) instead."
             )
 
 

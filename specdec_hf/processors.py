@@ -172,27 +172,29 @@ class DraftSampler:
 
     Args:
         stack: the call's processors.
-        do_sample: False drafts the most likely token (a one-hot distribution).
         ids: LongTensor [B, capacity], the rows' tokens; drafted ones are written behind the committed ones, since
             prefix processors and the target's block need them there.
         lengths: committed tokens of each row.
         positions: LongTensor [B], the same on the device.
-        uniforms: float64 [B, at least K].
         vocab_size: V.
+        uniforms: float64 [B, at least K] to draw with.
+        noise: float32 [B, at least K, V], to choose the largest of noisy scores with (coupled sampling). With neither,
+            the most likely token is drafted. Both choices are a one-hot distribution.
     """
 
     def __init__(
         self,
         stack: ProcessorStack,
-        do_sample: bool,
         ids: Tensor,
         lengths: list[int],
         positions: Tensor,
-        uniforms: Tensor,
         vocab_size: int,
+        uniforms: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> None:
-        self._stack, self._do_sample, self._ids, self._lengths = stack, do_sample, ids, lengths
-        self._positions, self._uniforms, self._vocab_size = positions, uniforms, vocab_size
+        self._stack, self._ids, self._lengths = stack, ids, lengths
+        self._positions, self._vocab_size = positions, vocab_size
+        self._uniforms, self._noise = uniforms, noise
         self._rows = torch.arange(ids.shape[0], device=ids.device)
         self._tokens: list[Tensor] = []
         self._probs: list[Tensor] = []
@@ -219,19 +221,27 @@ class DraftSampler:
             # Some processors refuse NaN, which only a broken head returns. Any finite number is a valid draft instead.
             scores = torch.nan_to_num(scores, nan=-1e4, posinf=1e4, neginf=float("-inf"))
             scores = self._stack.draft(self._ids, [length + place for length in self._lengths], scores)
-        columns = self._draw(scores, place) if self._do_sample else scores.argmax(dim=-1)
+        if self._noise is not None:
+            noise = self._noise[:, place]
+            scores = scores + (noise if vocabulary is None else noise[:, vocabulary])
+        columns = scores.argmax(dim=-1) if self._uniforms is None else self._draw(scores, self._uniforms[:, place])
         tokens = columns if vocabulary is None else vocabulary[columns]
         self._ids[self._rows, self._positions + place] = tokens
         self._tokens.append(tokens)
         self._vocabulary = vocabulary
         return tokens
 
-    def _draw(self, scores: Tensor, place: int) -> Tensor:
+    def enter(self, tokens: Tensor) -> None:
+        """Write a proposal's tokens [B, K] behind the committed ones: the block that the target reads, whoever drew it."""
+        columns = self._positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        self._ids[self._rows[:, None], columns] = tokens
+
+    def _draw(self, scores: Tensor, uniforms: Tensor) -> Tensor:
         probs = torch.nan_to_num(scores.softmax(dim=-1))
         # A row that nothing may be drawn from (all scores -inf, or NaN from a broken head) still drafts a token. It
         # is then chosen, not drawn, so its distribution is one-hot; the accept rule stays exact.
         probs[:, 0] += (probs.sum(dim=-1) <= 0).float()
-        columns = draw(probs, self._uniforms[:, place])
+        columns = draw(probs, uniforms)
         self._probs.append(probs)
         self._token_probs.append(probs.gather(1, columns[:, None]).squeeze(1))
         return columns
@@ -239,6 +249,6 @@ class DraftSampler:
     def drafted(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(tokens [B, K], token_probs, probs, vocabulary), as `Proposal` wants them."""
         tokens = torch.stack(self._tokens, dim=1)
-        if not self._do_sample:
+        if self._uniforms is None:
             return tokens, None, None, None
         return tokens, torch.stack(self._token_probs, 1), torch.stack(self._probs, 1), self._vocabulary

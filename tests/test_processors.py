@@ -94,7 +94,8 @@ def sampler(rules: list[object], do_sample: bool = True, rows: int = 2) -> tuple
     ids[:, :4] = torch.tensor([3, 4, 5, 4])
     stack = ProcessorStack(LogitsProcessorList(rules))
     uniforms = torch.full((rows, 3), 0.5, dtype=torch.float64)
-    return DraftSampler(stack, do_sample, ids, [4] * rows, torch.tensor([4] * rows), uniforms, V), ids
+    draws = uniforms if do_sample else None
+    return DraftSampler(stack, ids, [4] * rows, torch.tensor([4] * rows), V, draws), ids
 
 
 def test_drafted_tokens_are_written_behind_the_prefix_and_seen_by_processors():

@@ -25,6 +25,8 @@ class Prompt:
         cached: per row, valid tokens that the target's cache held before (earlier turns).
         capacity: tokens a row can hold at most when the call ends.
         state: what `Drafter.state` returned at the end of the call that filled the cache, or None.
+        mask: bool [B, C], True at text, over all columns that the target's cache now holds (those it held before, then
+            the T new ones); None = no padding.
     """
 
     ids: Tensor
@@ -34,6 +36,7 @@ class Prompt:
     cached: list[int]
     capacity: int
     state: Any
+    mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class DraftRequest:
         limits: tokens that each row may propose.
         width: the largest limit (at least 1).
         sampler: draws the tokens and keeps their distributions.
+        ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it what
+            the sampler has drawn in this round so far. Not to be written to.
+        lengths: per row, tokens of `ids` up to and including the anchor.
     """
 
     anchors: Tensor
@@ -53,6 +59,8 @@ class DraftRequest:
     limits: list[int]
     width: int
     sampler: DraftSampler
+    ids: Tensor
+    lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -79,11 +87,15 @@ class Drafter(ABC):
         name: the strategy's name, which is the file's name.
         target_layer_ids: decoder layers whose hidden states it needs (0-based, -1 = embedding output).
         max_tokens: most tokens it can propose in one round.
+        default_tokens: tokens that it proposes in a round if the user says nothing; None = `max_tokens`.
+        level_rows: True if all rows of a batch must stay at one length.
     """
 
     name: ClassVar[str]
     target_layer_ids: list[int]
     max_tokens: int
+    default_tokens: int | None = None
+    level_rows: bool = False
 
     @property
     def identity(self) -> tuple[Any, ...]:

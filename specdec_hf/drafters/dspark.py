@@ -75,7 +75,7 @@ class DSparkDrafter(Drafter):
         counts = [new] * batch if prompt.valid is None else prompt.valid.sum(dim=1).tolist()
         context = self._kept_context(prompt)
         self._lengths = list(prompt.cached) if context is not None else [0] * batch
-        self._context = context if context is not None else self._head.new_context(batch, prompt.capacity)
+        self._context = context if context is not None else self._head.new_context(batch, new)  # grows as text does
         if prompt.valid is None:
             self._extend(prompt.taps, prompt.positions, counts)
             return
