@@ -66,7 +66,7 @@ def untaught(strategy: str, model: Any) -> Any:
     return assistant(strategy, model)
 
 
-# -- one call --------------------------------------------------------------------------------------------------------------
+# -- one call ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -74,9 +74,7 @@ def untaught(strategy: str, model: Any) -> Any:
 @pytest.mark.parametrize("family", WINDOWED)
 def test_each_kind_of_cache(strategy: str, family: str, kind: str, batch: int) -> None:
     model, inputs = target(family, seed=1), padded_prompt(batch, 12, seed=3)
-    compare(
-        model, lambda: {**inputs, "max_new_tokens": 18, **cache_arguments(kind, model)}, strategy, "sometimes"
-    )  # fmt: skip
+    compare(model, lambda: {**inputs, "max_new_tokens": 18, **cache_arguments(kind, model)}, strategy, "sometimes")
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
@@ -113,7 +111,7 @@ def test_a_users_cache_is_filled_in_place_as_plain_fills_it(strategy: str, famil
         torch.testing.assert_close(b.values[:, :, end], a.values[:, :, end], atol=1e-4, rtol=1e-4)
 
 
-# -- chat turns ---------------------------------------------------------------------------------------------------------
+# -- chat turns --------------------------------------------------------------------------------------------------------
 
 
 def second_turn(first: Any, inputs: dict[str, Tensor], eos: list[int], seed: int = 9) -> dict[str, Any]:
@@ -149,7 +147,7 @@ def test_three_turns_with_the_returned_cache(strategy: str, family: str, batch: 
             caches = iter([outcome.plain[CACHE_KEY], outcome.speculative[CACHE_KEY]])
             outcome = compare(
                 model, lambda i=inputs, c=caches: {**i, **settings, CACHE_KEY: next(c)}, strategy, head=head
-            )  # fmt: skip
+            )
             if agreement == "always" and batch == 1:  # the text may end inside the last block
                 assert all(accepted == 4 for accepted in outcome.stats.accepted_draft_tokens[0][:-1])
                 assert outcome.stats.accepted > 0
@@ -238,9 +236,7 @@ def test_a_copied_cache_is_a_branch_of_its_own(strategy: str) -> None:
     for seed in (1, 2, 3):
         following = torch.cat((first.sequences, prompt(1, 5, seed)), dim=1)
         with caught() as warned:
-            result = model.generate(
-                following, **settings, assistant_model=head, **{CACHE_KEY: copy.deepcopy(trunk)}
-            )  # fmt: skip
+            result = model.generate(following, **settings, assistant_model=head, **{CACHE_KEY: copy.deepcopy(trunk)})
         assert warned == []
         assert result.tolist() == model.generate(following, **settings).tolist()
     assert trunk.get_seq_length() == first.sequences.shape[1] - 1
@@ -258,7 +254,7 @@ def test_our_cache_goes_on_in_plain_generate(strategy: str) -> None:
     assert result.sequences.tolist() == model.generate(**following, **kwargs).sequences.tolist()
 
 
-# -- what cannot take back tokens ---------------------------------------------------------------------------------------
+# -- what cannot take back tokens --------------------------------------------------------------------------------------
 
 
 class PackedLayer(DynamicLayer):
@@ -276,8 +272,11 @@ class PackedCache(DynamicCache):
 def test_an_unknown_layer_means_plain_decoding_and_one_warning(strategy: str) -> None:
     with caught() as warned:
         outcome = compare(
-            target(), lambda: {"input_ids": prompt(), "max_new_tokens": 8, CACHE_KEY: PackedCache()}, strategy, expect_rounds=False
-        )  # fmt: skip
+            target(),
+            lambda: {"input_ids": prompt(), "max_new_tokens": 8, CACHE_KEY: PackedCache()},
+            strategy,
+            expect_rounds=False,
+        )
     assert len(warned) == 1
     assert "PackedLayer" in warned[0]
     assert outcome.stats.fallback is not None
@@ -289,7 +288,7 @@ def test_no_cache_means_plain_decoding_and_one_warning(strategy: str) -> None:
     with caught() as warned:
         outcome = compare(
             target(), lambda: {"input_ids": prompt(), "max_new_tokens": 8, **kwargs}, strategy, expect_rounds=False
-        )  # fmt: skip
+        )
     assert len(warned) == 1
     assert "use_cache" in warned[0]
     assert "use_cache" in outcome.speculative.speculation.fallback
@@ -299,9 +298,15 @@ def test_recurrent_layers_mean_plain_decoding_and_one_warning(strategy: str) -> 
     config = AutoConfig.for_model(
         "qwen3_next",
         **{**SMALL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16, shared_expert_intermediate_size=16,
-    )  # fmt: skip
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    )
     model = enable_speculation(AutoModelForCausalLM.from_config(config).eval())
     model.generation_config.pad_token_id = PAD
     with caught() as warned:

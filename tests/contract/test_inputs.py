@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from harness import PAD, STRATEGIES, compare, padded_prompt, prompt, target
@@ -25,8 +23,11 @@ def test_left_padding_and_holes(strategy: str, family: str, attention: str, batc
 def test_padding_without_a_mask_is_seen_by_its_token(strategy: str) -> None:
     inputs = padded_prompt(3)
     compare(
-        target(), lambda: {"input_ids": inputs["input_ids"], "pad_token_id": PAD, "max_new_tokens": 10}, strategy, "sometimes"
-    )  # fmt: skip
+        target(),
+        lambda: {"input_ids": inputs["input_ids"], "pad_token_id": PAD, "max_new_tokens": 10},
+        strategy,
+        "sometimes",
+    )
 
 
 def test_a_mask_with_a_hole_in_one_row(strategy: str) -> None:
@@ -46,7 +47,7 @@ def test_position_ids(strategy: str, family: str, shift: int, batch: int) -> Non
     taught = torch.cat((positions, positions[:, -1:] + torch.arange(1, 13)), dim=1)
     outcome = compare(
         target(family), lambda: {**inputs, "position_ids": positions, "max_new_tokens": 12}, strategy, positions=taught
-    )  # fmt: skip
+    )
     assert outcome.stats.accepted > 0.8 * outcome.stats.drafted
 
 
@@ -59,8 +60,10 @@ def test_embedded_prompts(strategy: str, family: str, batch: int, agreement: str
     outcome = compare(
         model,
         lambda: {**inputs, "inputs_embeds": embeds, "max_new_tokens": 12, "eos_token_id": [5, 6, 7]},
-        strategy, agreement, expect_rounds=family != "mistral",
-    )  # fmt: skip
+        strategy,
+        agreement,
+        expect_rounds=family != "mistral",
+    )
     assert outcome.speculative.shape[1] <= 12
 
 
@@ -97,8 +100,6 @@ def test_the_shortest_prompts(strategy: str, length: int) -> None:
     compare(target(), lambda: {"input_ids": prompt(3, length), "max_new_tokens": 12}, strategy, "sometimes")
 
 
-
-
 def test_forced_first_and_last_tokens(strategy: str) -> None:
     kwargs = {"input_ids": torch.tensor([[1], [1]]), "forced_bos_token_id": 11, "forced_eos_token_id": 12}
     outcome = compare(target(), lambda: {**kwargs, "max_new_tokens": 12, "eos_token_id": 12}, strategy)
@@ -127,7 +128,7 @@ def test_long_texts_outgrow_the_first_buffers(strategy: str, monkeypatch: pytest
 def test_fewer_drafted_tokens_than_the_block(strategy: str, number: int) -> None:
     outcome = compare(
         target(), lambda: {"input_ids": prompt(), "max_new_tokens": 19, "num_assistant_tokens": number}, strategy
-    )  # fmt: skip
+    )
     assert max(outcome.stats.proposal_lengths[0]) == number
 
 

@@ -122,8 +122,11 @@ def test_a_confidence_threshold_cuts_before_the_target_runs(strategy: str, thres
     handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: widths.append(out.shape[1]))
     try:
         outcome = compare(
-            model, lambda: {"input_ids": prompt(), "max_new_tokens": 16}, strategy, assistant_confidence_threshold=threshold
-        )  # fmt: skip
+            model,
+            lambda: {"input_ids": prompt(), "max_new_tokens": 16},
+            strategy,
+            assistant_confidence_threshold=threshold,
+        )
     finally:
         handle.remove()
     lengths = outcome.stats.proposal_lengths[0]

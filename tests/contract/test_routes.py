@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_target
-from harness import STRATEGIES, assistant, caught, compare, fresh_target, padded_prompt, prompt, shared_assistant, target
+from harness import (
+    STRATEGIES,
+    assistant,
+    caught,
+    compare,
+    fresh_target,
+    padded_prompt,
+    prompt,
+    shared_assistant,
+    target,
+)
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationMixin, pipeline
 
@@ -43,7 +53,7 @@ def taught(strategy: str, model: Any, expected: torch.Tensor, width: int = 9) ->
     return head
 
 
-# -- one loop behind four routes ----------------------------------------------------------------------------------------
+# -- one loop behind four routes ---------------------------------------------------------------------------------------
 
 
 def test_every_route_ends_in_the_same_loop(strategy: str) -> None:
@@ -98,7 +108,7 @@ def test_knobs_in_any_of_their_places(strategy: str) -> None:
     assert max(last_speculation(model).proposal_lengths[0]) == 3
 
 
-# -- taking and giving back the mixin -------------------------------------------------------------------------------------
+# -- taking and giving back the mixin ----------------------------------------------------------------------------------
 
 
 def test_enable_and_disable(strategy: str, tmp_path: Path) -> None:
@@ -153,7 +163,7 @@ def test_a_call_may_follow_one_that_failed(strategy: str) -> None:
     compare(model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
 
 
-# -- install ------------------------------------------------------------------------------------------------------------
+# -- install -----------------------------------------------------------------------------------------------------------
 
 
 def test_install_nests_and_leaves_nothing_behind(strategy: str) -> None:
@@ -179,7 +189,7 @@ def test_install_and_enable_together(strategy: str) -> None:
         compare(fresh_target(), lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
 
 
-# -- pipelines ------------------------------------------------------------------------------------------------------------
+# -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("texts", ["Hello there", ["Hello there", "Yes"]])
@@ -196,7 +206,7 @@ def test_the_text_generation_pipeline_unchanged(strategy: str, texts: Any, byte_
     assert quick(chat, max_new_tokens=8, do_sample=False) == plain(chat, max_new_tokens=8, do_sample=False)
 
 
-# -- targets as users have them ------------------------------------------------------------------------------------------
+# -- targets as users have them ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -226,14 +236,15 @@ def test_a_target_under_an_adapter(strategy: str, batch: int) -> None:
 @pytest.mark.parametrize("way", ["model.compile", "model.forward"])
 def test_a_compiled_target(strategy: str, way: str) -> None:
     torch._dynamo.reset()
-    model = fresh_target("llama")
-    expected = model.generate(prompt(), **SETTINGS)
+    model, settings = fresh_target("llama"), {"max_new_tokens": 7, "do_sample": False}
+    expected = model.generate(prompt(), **settings)
     head = taught(strategy, model, expected)
     if way == "model.compile":
         model.compile(backend="eager")
     else:
         model.forward = torch.compile(model.forward, backend="eager")
-    result = model.generate(prompt(), **SETTINGS, assistant_model=head)
+    with torch._dynamo.config.patch(recompile_limit=2):  # each length of the cache compiles anew: seconds a time
+        result = model.generate(prompt(), **settings, assistant_model=head)
     assert result.tolist() == expected.tolist()
     assert last_speculation(model).accepted > 0
     torch._dynamo.reset()
@@ -270,7 +281,7 @@ def test_a_head_in_another_dtype(strategy: str, dtype: torch.dtype) -> None:
     model = target("llama", seed=4)
     outcome = compare(
         model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy, head=assistant(strategy, model).to(dtype)
-    )  # fmt: skip
+    )
     assert outcome.stats.accepted > 0
 
 
@@ -291,7 +302,7 @@ def test_a_target_in_training_mode_is_put_back(strategy: str) -> None:
     assert all(not module._forward_hooks for module in model.modules())
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,7 +338,9 @@ def test_encoder_decoder_models_are_refused(strategy: str) -> None:
 def test_the_strategy_of_a_head_is_one_that_exists(strategy: str) -> None:
     assert drafters.drafter_class(strategy).name == strategy
     with pytest.raises(ValueError, match="There are: "):
-        target().generate(prompt(), assistant_model=shared_assistant(strategy, target(), "always"), speculative="dsprak")
+        target().generate(
+            prompt(), assistant_model=shared_assistant(strategy, target(), "always"), speculative="dsprak"
+        )
 
 
 def test_a_plain_assistant_model_is_still_transformers_own(strategy: str) -> None:

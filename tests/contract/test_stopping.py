@@ -1,4 +1,4 @@
-"""Generation stops exactly where plain generate() stops; processors, criteria and streamers see what plain shows them."""
+"""Generation stops exactly where plain generate() stops; processors, criteria, streamers see what plain shows them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def greedy(model: Any, inputs: dict[str, Any], count: int) -> list[list[int]]:
     return sequences[:, inputs["input_ids"].shape[1] :].tolist()
 
 
-# -- end-of-sequence ids and lengths --------------------------------------------------------------------------------------
+# -- end-of-sequence ids and lengths -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", range(12))
@@ -43,8 +43,11 @@ def test_end_of_sequence_at_any_place_of_a_block(strategy: str, place: int) -> N
     text = greedy(model, inputs, 12)[0]
     eos = [VOCAB - 1, text[place]]
     outcome = compare(
-        model, lambda: {**inputs, "max_new_tokens": 20, "eos_token_id": eos}, strategy, expect_rounds=text.index(text[place]) > 0
-    )  # fmt: skip
+        model,
+        lambda: {**inputs, "max_new_tokens": 20, "eos_token_id": eos},
+        strategy,
+        expect_rounds=text.index(text[place]) > 0,
+    )
     assert outcome.speculative.shape[1] == 8 + text.index(text[place]) + 1
 
 
@@ -72,7 +75,7 @@ def test_end_of_sequence_ids_inside_the_prompt_do_not_stop(strategy: str) -> Non
     assert outcome.speculative.shape[1] > 11
 
 
-# -- the clock ----------------------------------------------------------------------------------------------------------
+# -- the clock ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -93,7 +96,7 @@ def test_the_clock_is_read_at_every_token(strategy: str, batch: int, monkeypatch
     assert outcome.speculative.shape[1] == inputs["input_ids"].shape[1] + 8
 
 
-# -- stop strings ---------------------------------------------------------------------------------------------------------
+# -- stop strings ------------------------------------------------------------------------------------------------------
 
 
 def stop_string(text: list[int], place: int) -> str:
@@ -151,7 +154,7 @@ def test_stop_strings_by_the_hook(strategy: str, byte_tokenizer: Any) -> None:
     assert plain.shape[1] == 9 + 7
 
 
-# -- what a user's own processors and criteria see -----------------------------------------------------------------------
+# -- what a user's own processors and criteria see ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -204,7 +207,7 @@ def test_a_criterion_sees_the_scores(strategy: str) -> None:
     assert seen[:8] == seen[8:]
 
 
-# -- streamers -----------------------------------------------------------------------------------------------------------
+# -- streamers ---------------------------------------------------------------------------------------------------------
 
 
 class RecordingStreamer:

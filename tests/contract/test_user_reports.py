@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import STRATEGIES, assistant, compare, fresh_target, padded_prompt, prompt, shared_assistant, target
 
-from specdec_hf import last_speculation
+from specdec_hf import drafters, last_speculation
 
 TESTS = Path(__file__).parent.parent
 WHERE = {
@@ -61,6 +61,13 @@ WHERE = {
 def test_each_kind_has_its_test(kind: str) -> None:
     file, name = WHERE[kind].split("::")
     assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8")
+
+
+def test_each_strategy_is_under_the_contract() -> None:
+    missing = sorted(set(drafters.available()) - set(STRATEGIES))
+    if missing:
+        pytest.skip(f"no make_<strategy> in harness.py for {', '.join(missing)}")
+    assert "dspark" in STRATEGIES
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
