@@ -1,4 +1,4 @@
-"""The trainer: a head learns its tiny target, drafts with tau above 1.5, and a killed run goes on as if it had not been."""
+"""The trainer: a head learns its tiny target, drafts with tau above 1.5, and a killed run goes on unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_learns_and_drafts(tiny_target, tmp_path):
     write_texts(tmp_path / "data", target)
     config = small(tmp_path, head={**HEAD, "target_layer_ids": [0, 1]}, max_steps=150, save_steps=1000, num_anchors=16,
                    batch_size=8, muon_lr=0.05, validation=0)  # fmt: skip
-    head, figures = train(target, config)
+    _, figures = train(target, config)
     assert figures["texts"] == 24 and figures["answer_tokens"] == 480
     loaded = DSparkDraftModel.from_pretrained(tmp_path / "out" / "head")
     text = TokenStore(tmp_path / "data").load()[0].ids[None]
@@ -47,8 +47,8 @@ def test_learns_and_drafts(tiny_target, tmp_path):
 
     enable_speculation(target)
     out = target.generate(
-        text[:, :4], assistant_model=loaded, speculative="dspark", do_sample=False, max_new_tokens=20, eos_token_id=None,
-        return_dict_in_generate=True,
+        text[:, :4], assistant_model=loaded, speculative="dspark", do_sample=False, max_new_tokens=20,
+        eos_token_id=None, return_dict_in_generate=True,
     )  # fmt: skip
     assert torch.equal(out.sequences, text)
     assert out.speculation.mean_accepted_length > 1.5
@@ -143,6 +143,9 @@ def test_bad_configurations(tiny_target, tmp_path):
     (tmp_path / "x.yaml").write_text("train:\n  data: d\n  output: o\n  max_step: 5\n")
     with pytest.raises(ValueError, match="did you mean 'max_steps'"):
         TrainConfig.from_yaml(tmp_path / "x.yaml")
+    (tmp_path / "y.yaml").write_text("train:\n  data: d\n")
+    with pytest.raises(ValueError, match="output not given"):
+        TrainConfig.from_yaml(tmp_path / "y.yaml")
     TokenStore(tmp_path / "data", {}).append([Sequence(torch.tensor([1, 500, 3]), torch.ones(3).bool(), 0)], {0})
     with pytest.raises(ValueError, match="ids up to 500"):
         train(tiny_target(), small(tmp_path))
@@ -153,4 +156,42 @@ def test_configs_are_read(path):
     import yaml
 
     if "train" in (yaml.safe_load(path.read_text()) or {}):
-        TrainConfig.from_yaml(path)
+        TrainConfig.from_yaml(path, data="d", output="o")
+
+
+def test_recipe_end_to_end_and_again(tiny_target, byte_tokenizer, tmp_path):
+    from specdec_hf.training.recipe import run
+
+    target = tiny_target(vocab_size=260, spread=1.5, max_position_embeddings=1024)
+    target.save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"turns": [f"question {n}"]}) for n in range(12)))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"turns": ["Question 3"]}))
+    recipe = f"""
+target: {tmp_path / "target"}
+data:
+  prompts: [p.jsonl]
+  exclude: [held.jsonl]
+  docstring_prompts: 2
+  max_tokens: 150
+  sampling: {{batch_size: 4, max_new_tokens: 20, max_prompt_tokens: 700}}
+train:
+  head: {{block_size: 3, markov_rank: 4, target_layer_ids: [0, 2], draft_vocab_size: 100}}
+  max_steps: 4
+  save_steps: 2
+  num_anchors: 4
+  validation: 2
+  feature_cache: features
+"""
+    (tmp_path / "r.yaml").write_text(recipe)
+    lines: list[str] = []
+    figures = run(tmp_path / "r.yaml", tmp_path / "out", lines.append)
+    assert figures["answer_tokens"] >= 150 and 0 < figures["coverage"] <= 1
+    assert not any("uestion 3" in byte_tokenizer.decode(item.ids) for item in TokenStore(tmp_path / "out" / "texts"))
+    DSparkDraftModel.from_pretrained(tmp_path / "out" / "head").bind(target)
+    assert run(tmp_path / "r.yaml", tmp_path / "out")["answer_tokens"] == figures["answer_tokens"]
+    for bad, match in (("max_tokens", "max_token"), ("max_new_tokens", "max_new")):
+        (tmp_path / "bad.yaml").write_text(recipe.replace(bad + ":", match + ":"))
+        with pytest.raises(ValueError, match=match):
+            run(tmp_path / "bad.yaml", tmp_path / "no")
+    assert not (tmp_path / "no").exists()

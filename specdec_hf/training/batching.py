@@ -1,7 +1,7 @@
 """Many texts at once with a small model: rows that finish are refilled, so that no step is spent on finished ones.
 
-Plain ``generate()`` copies the whole cache each step and keeps finished rows until the longest is done. Here every row has a
-slot of a preallocated cache; the model runs as it is, through an attention function registered with transformers.
+Plain ``generate()`` copies the whole cache each step and keeps finished rows until the longest is done. Here every row
+has a slot of a preallocated cache; the model runs as it is, through an attention function registered with transformers.
 Letters: B slots, C capacity, T tokens of one call, H query and Hkv key heads, hd their size.
 """
 
@@ -47,7 +47,7 @@ class Row:
 
 
 class _Slots:
-    """Keys and values [B, Hkv, C, hd] of each layer; ``attend`` has the signature of transformers' attention functions."""
+    """Keys and values [B, Hkv, C, hd] of each layer; ``attend`` is an attention function of transformers."""
 
     def __init__(self, count: int, capacity: int) -> None:
         self.count, self.capacity = count, capacity
@@ -93,17 +93,16 @@ class ContinuousBatch:
         seed: of the draws.
 
     Raises:
-        ValueError: the model has sliding or other special attention; generate its texts elsewhere and read them as JSONL.
+        ValueError: the model has sliding or other special attention; pass its texts as JSONL instead.
     """
 
     def __init__(self, target: Any, slots: int, capacity: int, seed: int = 0) -> None:
         kinds = set(getattr(target.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or (
-            getattr(target.config, "sliding_window", None) and "layer_types" not in vars(target.config)
-        ):
+        windowed = getattr(target.config, "sliding_window", None) and not getattr(target.config, "layer_types", None)
+        if kinds != {"full_attention"} or windowed:
             raise ValueError(
-                f"{type(target).__name__} has the layer types {sorted(kinds)}; texts in continuous batches need full attention in "
-                "all layers. Write them with generate() or a server and pass them as JSONL with messages."
+                f"{type(target).__name__} has special attention ({', '.join(sorted(kinds))}); continuous "
+                "batches need full attention in all layers. Write its texts elsewhere and pass them as JSONL."
             )
         self.target, self.slots, self.capacity = target, slots, capacity
         self.generator = torch.Generator(device=target.device).manual_seed(seed)
@@ -157,9 +156,7 @@ class ContinuousBatch:
             group, slots = new[start : start + REFILL], free[start : start + REFILL]
             longest = max(len(row.ids) for row in group)
             if longest >= self.capacity:
-                raise ValueError(
-                    f"a prompt of {longest} tokens leaves no room in {self.capacity}; leave longer prompts out"
-                )
+                raise ValueError(f"a prompt of {longest} tokens leaves no room in {self.capacity}; leave it out")
             device = self.target.device
             ids = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in group], device=device)
             store.read_prompts(torch.tensor(slots[: len(group)], device=device))

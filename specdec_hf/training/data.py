@@ -42,7 +42,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ValueError(
-                f"temperature={self.temperature!r}: it must be positive; for greedy answers set greedy_share=1"
+                f"temperature={self.temperature!r}: it must be positive; greedy answers are greedy_share=1"
             )
         if not 0 <= self.greedy_share <= 1:
             raise ValueError(f"greedy_share={self.greedy_share!r}: it is a share, 0 to 1; correct it")
@@ -98,18 +98,16 @@ def opening(tokenizer: Any) -> tuple[list[int], list[int]]:
         [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False
     )
     if text.count(marker) != 1:
-        raise ValueError(
-            "the target's chat template does not show the user's turn as it is; give prompts (JSONL) instead"
-        )
+        raise ValueError("the target's chat template changes what the user wrote; give prompts (JSONL) instead")
     before, after = text.split(marker)
-    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))  # type: ignore
+    return tuple(tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after))
 
 
 def write_user_turns(target: Any, tokenizer: Any, count: int, sampling: Sampling, max_tokens: int = 120) -> list[str]:
     """User turns written by the target after its chat template's opening: different ones, without loops.
 
     Returns:
-        At most ``count`` turns; fewer if the target repeats itself so much that five times as many tries were not enough.
+        At most ``count`` turns; fewer if five times as many tries gave not enough different ones.
     """
     before, after = opening(tokenizer)
     stop = {after[0], *_stop_ids(target)}

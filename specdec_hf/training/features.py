@@ -74,8 +74,8 @@ class FeatureCache:
         need = self.bytes_needed() * len(missing) // max(len(self.sequences), 1)
         if (free := shutil.disk_usage(self.path).free) < need * 1.02:
             raise OSError(
-                f"the feature cache needs {need / 1e9:.2f} GB and {self.path} has {free / 1e9:.2f} GB free; free some room, use "
-                "fewer texts, or leave the cache out (the hidden states are then computed in each step)"
+                f"the feature cache needs {need / 1e9:.2f} GB and {self.path} has {free / 1e9:.2f} GB free; free some, "
+                "use fewer texts, or leave the cache out (the hidden states are then computed in each step)"
             )
         for done, index in enumerate(missing):
             ids = self.sequences[index].ids[None]

@@ -1,8 +1,8 @@
 """The training objective of a DSpark head: anchors, labels and the three losses. Tensor functions, no model.
 
 Source: DSpark paper, training section, and the loss values of DeepSpec that tests/golden holds. Letters: B sequences,
-T tokens, A anchors a sequence, K block size, N supervised slots of a batch, D and Dt hidden sizes of draft and target, r Markov
-rank, V target vocabulary, Vd draft vocabulary.
+T tokens, A anchors a sequence, K block size, N supervised slots of a batch, D and Dt hidden sizes of draft and target,
+r Markov rank, V target vocabulary, Vd draft vocabulary.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def draw_anchors(
     possible[:, :-1] = mask[:, :-1] & mask[:, 1:]
     if not bool(possible.any()):
         raise ValueError(
-            f"no anchor in a batch of {mask.shape[0]} sequences: none has two supervised tokens in sequence. Check the loss mask."
+            f"no anchor in a batch of {mask.shape[0]} sequences: no two supervised tokens meet. Check the loss mask."
         )
     scores = torch.rand(mask.shape, generator=generator).to(mask.device).masked_fill(~possible, -1.0)
     best = scores.topk(min(num_anchors, mask.shape[1]), dim=1)

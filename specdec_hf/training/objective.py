@@ -1,4 +1,4 @@
-"""One training forward of a DSpark head: blocks are drawn, drafted in parallel and compared with the target's distributions.
+"""One training forward of a DSpark head: blocks are drawn, drafted in parallel and compared with the target.
 
 Letters as in :mod:`specdec_hf.training.losses`; m is the number of taps.
 """
@@ -19,8 +19,8 @@ class DSparkObjective(nn.Module):
 
     Args:
         head: a :class:`~specdec_hf.heads.DSparkDraftModel`.
-        target: the target; its parameters are frozen here, and it is not registered, so it is neither saved nor moved with
-            this module.
+        target: the target; its parameters are frozen here, and it is not registered, so it is neither saved nor
+            moved with this module.
         weights: factors of the losses.
         num_anchors: blocks drawn in each sequence of each step.
         chunk: slots whose logits are alive at a time; ``None``: all at once, without computing them again.
@@ -40,7 +40,10 @@ class DSparkObjective(nn.Module):
         self.weights = weights or LossWeights()
         self.num_anchors, self.chunk = num_anchors, chunk
         # In a tuple, so that nn.Module does not register the target.
-        self._target = (target,)
+        self._target: tuple[Any] = (target,)
+
+    def _lm_head(self) -> Any:
+        return self._target[0].get_output_embeddings()
 
     def label_ids(self, labels: torch.Tensor) -> torch.Tensor:
         """Draft ids of target ids, -1 where the head cannot propose the id; any shape."""
@@ -51,7 +54,7 @@ class DSparkObjective(nn.Module):
         return torch.where(ids[places] == labels, places, -1)
 
     def features(self, blocks: Blocks, input_ids: torch.Tensor, taps: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Of every slot: normed hidden states [B, A, K, D], the Markov latent [B, A, K, r] and confidence logits [B, A, K].
+        """Of every slot: normed hidden [B, A, K, D], Markov latent [B, A, K, r] and confidence logits [B, A, K].
 
         The last two are ``None`` without these heads. Teacher forcing: the token before a slot is the true one.
         """
@@ -79,7 +82,7 @@ class DSparkObjective(nn.Module):
 
     def target_logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits [n, Vd] at the ids the head proposes, of last hidden states [n, Dt]."""
-        head, module = self.head, self._target[0].get_output_embeddings()
+        head, module = self.head, self._lm_head()
         plain = type(module) is nn.Linear and head.config.has_reduced_vocab
         if plain:
             if getattr(self, "_rows", None) is None:
@@ -95,7 +98,7 @@ class DSparkObjective(nn.Module):
 
     def log_mass(self, last_hidden: torch.Tensor, chunk: int = 1024) -> torch.Tensor:
         """Log-sum-exp [n] of the target's logits over its whole vocabulary, in chunks."""
-        module, cap = self._target[0].get_output_embeddings(), self.head.config.final_logit_softcapping
+        module, cap = self._lm_head(), self.head.config.final_logit_softcapping
         pieces = []
         with torch.no_grad():
             for part in last_hidden.split(chunk):
@@ -120,7 +123,7 @@ class DSparkObjective(nn.Module):
             input_ids, loss_mask: [B, T].
             taps: [B, T, m * Dt] hidden states of the tapped layers.
             last_hidden: [B, T, Dt] hidden states after the target's final norm.
-            target_log_mass: [B, T], :meth:`log_mass` of ``last_hidden`` if it was kept; else computed here where needed.
+            target_log_mass: [B, T], :meth:`log_mass` of ``last_hidden`` if it was kept; else computed here.
             anchors: anchors and keep [B, A]; default: drawn afresh.
             generator: for the draw.
             normaliser: see :func:`~specdec_hf.training.losses.combine`.

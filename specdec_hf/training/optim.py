@@ -30,8 +30,8 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: step of AdamW.
         weight_decay: on Muon's matrices.
         iterations: of Newton-Schulz; 3 is enough and 5 is usual.
-        every: each matrix takes a Muon step on every so many calls, in turn, with the momentum of all of them. 2 halves its
-            cost, which is most of a small head's step on a CPU.
+        every: each matrix takes a Muon step on every so many calls, in turn, with the momentum of all of them. 2 halves
+            its cost, which is most of a small head's step on a CPU.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class MuonAdamW(torch.optim.Optimizer):
         for name, value in (("muon_lr", muon_lr), ("lr", lr), ("iterations", iterations), ("every", every)):
             if not value > 0:
                 raise ValueError(f"{name}={value!r}: it must be positive; raise it")
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in head.named_parameters():
             if parameter.requires_grad:
                 inner = parameter.ndim == 2 and (".layers." in f".{name}" or name.endswith("fc.weight"))
@@ -74,6 +75,7 @@ class MuonAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"], state["momentum"] = 0, torch.zeros_like(parameter)
+        assert parameter.grad is not None
         state["step"] += 1
         state["momentum"].lerp_(parameter.grad, 0.05)
         if (state["step"] + index) % group["every"]:
@@ -87,6 +89,7 @@ class MuonAdamW(torch.optim.Optimizer):
         state, first, second = self.state[parameter], 0.9, 0.98
         if not state:
             state["step"], state["mean"], state["square"] = 0, torch.zeros_like(parameter), torch.zeros_like(parameter)
+        assert parameter.grad is not None
         state["step"] += 1
         state["mean"].lerp_(parameter.grad, 1.0 - first)
         state["square"].mul_(second).addcmul_(parameter.grad, parameter.grad, value=1.0 - second)

@@ -1,8 +1,8 @@
 """Training text on disk: token ids, which of them are supervised, and where they come from. It knows no model.
 
-A store is a directory: ``part-00000.safetensors`` ... with ``ids`` [n] int32, ``mask`` [n] uint8 and ``offsets`` [s + 1]
-int64 (s sequences, one after another), and ``provenance.json``. Parts are written whole or not at all, so that an
-interrupted run goes on where it stopped.
+A store is a directory: ``part-00000.safetensors`` ... with ``ids`` [n] int32, ``mask`` [n] uint8 and ``offsets``
+[s + 1] int64 (s sequences, one after another), and ``provenance.json``. Parts are written whole or not at all, so that
+an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class TokenStore:
                 key for key in {*known["made_by"], *provenance} if known["made_by"].get(key) != provenance.get(key)
             )
             raise ValueError(
-                f"{self.path} holds texts made in another way ({', '.join(differing)} differ); name another directory, or "
-                "remove this one to start anew"
+                f"{self.path} holds texts made in another way ({', '.join(differing)} differ); name another directory, "
+                "or remove this one to start anew"
             )
         self.provenance = provenance if known is None else known["made_by"]
         self.done: set[int] = set() if known is None else set(known["done"])
@@ -104,9 +104,7 @@ class TokenStore:
         """
         sequences = list(self)
         if not sequences:
-            raise ValueError(
-                f"{self.path} holds no texts; write some first: specdec data, or training.data.write_answers"
-            )
+            raise ValueError(f"{self.path} holds no texts; write some first: training.data.write_answers")
         return sequences
 
     def _read_provenance(self) -> dict[str, Any] | None:
@@ -134,8 +132,8 @@ def _pack(sequences: list[Sequence]) -> dict[str, torch.Tensor]:
 def draft_vocabulary(sequences: list[Sequence], size: int, vocab_size: int) -> tuple[torch.Tensor, float]:
     """The ids that the target's own answers use most.
 
-    Of words that the answers use once or never, a sample of some 100,000 tokens says little; there, ids of prompts count,
-    and then low ids before high ones (a byte-pair vocabulary is numbered by frequency).
+    Of words that the answers use once or never, a sample of some 100,000 tokens says little; there, ids of prompts
+    count, and then low ids before high ones (a byte-pair vocabulary is numbered by frequency).
 
     Returns:
         Ascending ids [size] int64, and the share of supervised tokens that they cover.

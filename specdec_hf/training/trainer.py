@@ -1,4 +1,4 @@
-"""Training a head: a configuration, the module that transformers' ``Trainer`` runs, and one function that does it all."""
+"""Training a head: a configuration, the module that transformers' ``Trainer`` runs, and one function for all."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class TrainConfig:
         feature_cache: directory; ``None`` computes the target's hidden states in each step.
         max_length: longer texts are cut.
         chunk: slots whose logits are alive at a time, ``None`` for all (faster, more memory).
-        initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's full
-            scale is very sure and always wrong.
+        initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's
+            full scale is very sure and always wrong.
         seed: of weights, order and anchors.
         bf16: train in bfloat16 autocast (accelerators).
     """
@@ -98,6 +98,10 @@ class TrainConfig:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
                 raise ValueError(f"{path}: {name!r} is not a field of the section train; {hint}")
+        if missing := [name for name in ("data", "output") if name not in values]:
+            raise ValueError(
+                f"{path}: {' and '.join(missing)} not given; name the directories of the texts and of the head"
+            )
         return cls(**values)
 
 
@@ -135,7 +139,7 @@ class TrainingModule(nn.Module):
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
         self.objective = DSparkObjective(head, target, LossWeights(**config.loss), config.num_anchors, config.chunk)
-        self._target = (target,)
+        self._target: tuple[Any] = (target,)
 
     @property
     def head(self) -> DSparkDraftModel:
@@ -188,20 +192,24 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW, see :class:`MuonAdamW`."""
-        if self.optimizer is None:
+        optimizer: Any = getattr(self, "optimizer", None)
+        if optimizer is None:
             head = self.accelerator.unwrap_model(self.model).head
-            self.optimizer = MuonAdamW(head, self.config.muon_lr, self.config.lr, every=self.config.muon_every)
-        return self.optimizer
+            optimizer = MuonAdamW(head, self.config.muon_lr, self.config.lr, every=self.config.muon_every)
+            self.optimizer = optimizer
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Linear warm-up, constant, then linear to zero."""
-        if self.lr_scheduler is None:
+        scheduler: Any = getattr(self, "lr_scheduler", None)
+        if scheduler is None:
             config = self.config
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer,
                 lambda step: learning_rate_factor(step, num_training_steps, config.warmup_steps, config.cooldown),
             )
-        return self.lr_scheduler
+            self.lr_scheduler = scheduler
+        return scheduler
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The validation loss alone: logits of a batch would be large and nobody reads them."""
@@ -234,8 +242,8 @@ class _LossSchedule(TrainerCallback):
 def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tuple[DSparkDraftModel, float]:
     """An untrained head for a target, and the share of the answers' tokens that its vocabulary covers.
 
-    Its final norm begins as a fraction of the target's and its mask vector as the mean embedding, so that the first logits
-    are moderate. Works on the target's own modules only, so any family does.
+    Its final norm begins as a fraction of the target's and its mask vector as the mean embedding, so that the first
+    logits are moderate. Works on the target's own modules only, so any family does.
     """
     torch.manual_seed(config.seed)
     head_config = DSparkConfig.for_target(target.config, **{"num_anchors": config.num_anchors, **config.head})
@@ -280,8 +288,8 @@ def train(
     highest = max((int(item.ids.max()) for item in sequences), default=-1)
     if highest < 0 or highest >= target.config.get_text_config().vocab_size:
         raise ValueError(
-            f"{config.data} has {len(sequences)} texts of two or more answer tokens and ids up to {highest}, but the target's "
-            f"vocabulary has {target.config.get_text_config().vocab_size}; write the texts with this target"
+            f"{config.data} has {len(sequences)} texts of two or more answer tokens and ids up to {highest}, but the "
+            f"target's vocabulary has {target.config.get_text_config().vocab_size}; write the texts with this target"
         )
     held_out = min(config.validation, len(sequences) // 5)
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(config.seed)).tolist()
