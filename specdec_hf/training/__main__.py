@@ -8,14 +8,18 @@ import sys
 from .recipe import run
 
 
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+
+
 def main() -> int:
     """Parse, run, print the figures."""
-    parser = argparse.ArgumentParser(prog="python -m specdec_hf.training", description=run.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m specdec_hf.training", description="Carry out a recipe.")
     parser.add_argument("recipe", help="YAML file, e.g. configs/smollm2-135m.yaml")
     parser.add_argument("output", help="directory for texts, checkpoints and the head")
     arguments = parser.parse_args()
     try:
-        figures = run(arguments.recipe, arguments.output, lambda line: sys.stderr.write(line + "\n"))
+        figures = run(arguments.recipe, arguments.output, _say)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
