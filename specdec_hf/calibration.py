@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -254,11 +255,11 @@ def table(result: dict[str, Any]) -> str:
             f"{after['predicted']:>6.3f} {before['ece']:>7.2%} {after['ece']:>7.2%} {after['ece_by_chance']:>9.2%} "
             f"{auc[0]:>6} {auc[1]:>6} {result['temperatures'][before['place'] - 1]:>11.3f}"
         )
-    lines.append(
+    note = (
         "Survival of a drafted token with all before it: observed, and predicted before and after. Fitted on every "
-        f"other prompt, assessed on the rest. ECE with {BINS} bins; 'by chance' is what perfect predictions would show "
-        "here."
+        f"other prompt, assessed on the rest. ECE with {BINS} bins; 'by chance' is what perfect predictions would show."
     )
+    lines += textwrap.wrap(note, 118)
     return "\n".join(lines)
 
 

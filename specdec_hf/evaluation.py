@@ -283,8 +283,9 @@ def estimate(pair: Pair, sets: dict[str, list[Conversation]], settings: Settings
 def estimate_text(estimate: dict[str, Any]) -> str:
     """The result of `estimate` in words."""
     minutes = estimate["seconds"] / 60
+    length = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
     return (
-        f"about {minutes:.0f} minutes at most, {estimate['calls']} calls of generate() (if every answer used its whole "
+        f"about {length} at most, {estimate['calls']} calls of generate() (if every answer used its whole "
         f"budget): {1e3 * estimate['plain_step']:.1f} ms a token plainly, {1e3 * estimate['draft_step']:.1f} ms with "
         "the head, measured on a few tokens of each data set"
     )

@@ -81,7 +81,7 @@ def bars(
     axes.axhline(line, color="#444b52", linewidth=1, linestyle="--", label=note)
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.08)
-    _legend(axes)
+    _legend(axes, above=True)
     return figure
 
 
@@ -145,7 +145,7 @@ def histogram(title: str, x: str, series: Mapping[str, Sequence[int]]) -> Any:
             color=COLOURS[index % len(COLOURS)],
         )
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _legend(axes)
+    _legend(axes, above=True)
     return figure
 
 
@@ -170,6 +170,7 @@ def reliability(title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[flo
         one.plot([0, 1], [0, 1], color="#9aa3ab", linewidth=1, linestyle="--")
         for index, (name, bins) in enumerate(series.items()):
             total = sum(count for *_, count in bins) or 1
+            bins = [one_bin for one_bin in bins if one_bin[2] >= 10]
             x, y = [predicted for predicted, *_ in bins], [observed for _, observed, _ in bins]
             one.plot(x, y, color=COLOURS[index], linewidth=1.2, label=name)
             one.scatter(
@@ -186,6 +187,11 @@ def reliability(title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[flo
     return figure
 
 
-def _legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.legend(fontsize=8, frameon=False)
+def _legend(axes: Any, above: bool = False) -> None:
+    """A legend inside, or right of the heading where bars would lie under it."""
+    handles, labels = axes.get_legend_handles_labels()
+    if labels and above:
+        place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(labels)}
+        axes.legend(handles, labels, fontsize=8, frameon=False, borderaxespad=0.2, **place)
+    elif labels:
+        axes.legend(handles, labels, fontsize=8, frameon=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def table(result: dict[str, Any]) -> str:
             counts = (row["drafted"], row["accepted"], row["rejected"])
             shares = (number(row["rate"]), number(row["tau"]), f"{row['tokens_per_second']:.1f}")
             lines.append(_aligned((f"{row['threshold']:.2f}", *counts, *shares), widths))
-    lines += ["", TAU, SPEED, result["rule"], *warnings_of(result)]
+    lines.append("")
+    for note in (TAU, SPEED, result["rule"], *warnings_of(result)):
+        lines += textwrap.wrap(note, 118)
     return "\n".join(lines)
 
 

@@ -281,6 +281,7 @@ def test_dry_run_estimates(data: Callable[..., Path]) -> None:
     assert found["calls"] == 2 * 3 * 2 + 2
     assert found["seconds"] > 0
     assert "14 calls" in estimate_text(found)
+    assert "about 3.0 hours at most" in estimate_text({**found, "seconds": 10_800})
 
 
 @pytest.mark.parametrize(
