@@ -64,7 +64,7 @@ def test_equals_the_reference(golden, target, kind, chunk):
     )
     reference = expected["heads"][kind]["losses"]
     for ours, name in (
-        (losses.total, "total"),
+        (losses.total.detach(), "total"),
         (losses.ce, "ce_loss"),
         (losses.tv, "l1_loss"),
         (losses.confidence, "confidence_loss"),
@@ -194,3 +194,19 @@ def test_reduced_head_and_kept_mass_agree(target):
     fresh.total.backward()
     assert all(p.grad is not None for p in head.parameters())
     assert all(p.grad is None for p in target.parameters())
+
+
+def test_sampled_slots_have_the_same_loss_in_expectation(target):
+    torch.manual_seed(0)
+    config = DSparkConfig.for_target(target.config, block_size=4, markov_rank=4, target_layer_ids=[0, 2])
+    objective = DSparkObjective(DSparkDraftModel(config), target, LossWeights(decay=1.5), sample_slots=True)
+    ids = torch.randint(97, (4, 40))
+    mask = torch.ones_like(ids)
+    out = target(ids, output_hidden_states=True)
+    taps, last = torch.cat([out.hidden_states[1], out.hidden_states[3]], -1), out.hidden_states[-1]
+    chosen = draw_anchors(mask, 30)
+    with torch.no_grad():
+        drawn = [float(objective(ids, mask, taps, last, anchors=chosen).total) for _ in range(20)]
+        whole = float(objective.eval()(ids, mask, taps, last, anchors=chosen).total)
+        assert float(objective(ids, mask, taps, last, anchors=chosen).total) == whole
+    assert sum(drawn) / len(drawn) == pytest.approx(whole, rel=0.02) and len(set(drawn)) > 1

@@ -38,6 +38,7 @@ class TrainConfig:
         feature_cache: directory; ``None`` computes the target's hidden states in each step.
         max_length: longer texts are cut.
         chunk: slots whose logits are alive at a time, ``None`` for all (faster, more memory).
+        sample_slots: see :class:`DSparkObjective`.
         initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's
             full scale is very sure and always wrong.
         seed: of weights, order and anchors.
@@ -64,6 +65,7 @@ class TrainConfig:
     feature_cache: str | None = None
     max_length: int = 4096
     chunk: int | None = 1024
+    sample_slots: bool = False
     initial_norm_scale: float = 0.15
     seed: int = 0
     bf16: bool = False
@@ -138,7 +140,9 @@ class TrainingModule(nn.Module):
 
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
-        self.objective = DSparkObjective(head, target, LossWeights(**config.loss), config.num_anchors, config.chunk)
+        self.objective = DSparkObjective(
+            head, target, LossWeights(**config.loss), config.num_anchors, config.chunk, config.sample_slots
+        )
         self._target: tuple[Any] = (target,)
 
     @property
