@@ -1,14 +1,16 @@
 """Coupled sampling: noise that depends on (seed, row, position, token) alone, so the text depends on no drafter.
 
-Gumbel-max: argmax(log p + g) with independent standard Gumbel noise g is an exact draw from p (Gumbel 1954; Maddison et al.
-2014, arXiv 1411.0030). With the noise fixed per position, target and draft choose with the same noise, a drafted token is
-kept if and only if it is the target's choice, and every committed token is the target's choice: greedy decoding on noisy
-scores. Same seed, same text: with any drafter, any number of drafted tokens, any batch, or none drafted at all.
+Gumbel-max: argmax(log p + g) with independent standard Gumbel noise g is an exact draw from p (Gumbel 1954; Maddison et
+al. 2014, arXiv 1411.0030). With the noise fixed per position, target and draft choose with the same noise, a drafted
+token is kept if and only if it is the target's choice, and every committed token is the target's choice: greedy
+decoding on noisy scores. Same seed, same text: with any drafter, any number of drafted tokens, any batch, or nothing
+drafted.
 
-The noise is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators") read at counter `token` of a
-stream whose start is hashed from (seed, row, position): integers only, so the bits are the same on every device and in every
-version of torch. On one CPU thread 8 positions of 49,152 (151,936) tokens take 3.4 ms (10 ms), as long as the softmax and the
-running sum that residual sampling needs instead; a `torch.Generator` seeded for each position takes 2.7 times as long.
+The noise is SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom number generators") read at counter `token`
+of a stream whose start is hashed from (seed, row, position): integers only, so the bits are the same on every device
+and in every version of torch. On one CPU thread 8 positions of 49,152 (151,936) tokens take 3.4 ms (10 ms), as long as
+the softmax and the running sum that residual sampling needs instead; a `torch.Generator` seeded for each position takes
+2.7 times as long.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ class CoupledNoise:
     def __init__(self, seeds: int | Sequence[int], batch_size: int, vocab_size: int, device: torch.device) -> None:
         if not isinstance(seeds, int) and len(seeds) != batch_size:
             raise ValueError(
-                f"seed has {len(seeds)} entries for {batch_size} rows: pass one integer, or a list with exactly one per "
-                "row (after num_return_sequences)."
+                f"seed has {len(seeds)} entries for {batch_size} rows: pass one integer, or a list with exactly one "
+                "per row (after num_return_sequences)."
             )
         pairs = [(seeds, row) for row in range(batch_size)] if isinstance(seeds, int) else [(s, 0) for s in seeds]
         self._streams = [_mixed(_mixed(seed) ^ row) for seed, row in pairs]
@@ -74,7 +76,10 @@ class CoupledNoise:
 
 
 def _gumbel(bits: Tensor) -> Tensor:
-    """float32 Gumbel noise from int64 counters (overwritten). -log(-log1p(-u)) keeps the decisive tail, small u, exact."""
+    """float32 Gumbel noise from int64 counters, which are overwritten.
+
+    -log(-log1p(-u)) is exact where u is small, which is where the noise is large and decides.
+    """
     part = torch.empty_like(bits)
     for shift, factor in _STEPS:
         torch.bitwise_right_shift(bits, shift, out=part)

@@ -197,12 +197,8 @@ class _Decoder:
             self.noise_starts = self.runner.positions.tolist()
         with self.watch.part("draft"):
             positions, valid, cached = self.runner.prompt_columns()
-            self.drafter.start(
-                Prompt(
-                    call.input_ids, taps, positions, valid, cached, self.capacity, self._kept_state(any(cached)),
-                    self.runner.prompt_mask(),
-                )  # fmt: skip
-            )
+            kept, mask = self._kept_state(any(cached)), self.runner.prompt_mask()
+            self.drafter.start(Prompt(call.input_ids, taps, positions, valid, cached, self.capacity, kept, mask))
         nothing = Proposal(call.input_ids[:, :0], [0] * len(self.numbers))
         self._judge(outputs, nothing, self._draws([0] * len(self.numbers)), None)
         self._release_rows()
@@ -212,7 +208,7 @@ class _Decoder:
         return kept[1] if cached and kept is not None and kept[0] == self.drafter.identity else None
 
     def _limits(self) -> list[int]:
-        """Tokens each row may draft: what the schedule says, within its budget less the token that the target adds itself."""
+        """Tokens each row may draft: the schedule's number, within its budget less the token that the target adds."""
         budget, wishes = self.rules.max_length - 1, self.schedule.limits(self.numbers)
         return [
             0 if ended else max(min(wish, budget - length), 0)

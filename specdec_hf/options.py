@@ -46,19 +46,21 @@ class SpeculativeConfig:
         num_assistant_tokens: tokens drafted per round; None = the drafter's default (DSpark: its block, draft_model 5,
             prompt_lookup 10).
         num_assistant_tokens_schedule: how that number changes from round to round, for each row: `"constant"` keeps it;
-            `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next call
-            goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1 when the
-            acceptance of the latest rounds leaves `acceptance_target` by more than 0.1.
+            `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next
+            call goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1
+            when the acceptance of the latest rounds leaves `acceptance_target` by more than 0.1.
         assistant_confidence_threshold: drafted tokens from the first one on whose estimated survival is below this
             number in [0, 1] are cut before the target sees them; 0 = keep all; None = 0.
         min_assistant_tokens, max_assistant_tokens: limits of a number that changes; None = 1, and the most that the
             drafter can.
         acceptance_target: share of drafted tokens accepted that `"adaptive"` steers to, in (0, 1).
         max_matching_ngram_size, min_matching_ngram_size: for prompt_lookup, how many of the latest tokens must stand
-            earlier in the text, at best and at least; None = 3 (or the minimum, if that is larger) and 2 (or the maximum).
-        coupling: how sampled tokens are judged. `"residual"` keeps a drafted token with probability min(1, target/draft):
-            most tokens are kept. `"gumbel"` gives each position its own noise, made from `seed`: fewer tokens are kept, and
-            the text is the same with any drafter, any number of drafted tokens and any batch. Both are exact.
+            earlier in the text, at best and at least; None = 3 (or the minimum, if that is larger) and 2 (or the
+            maximum).
+        coupling: how sampled tokens are judged. `"residual"` keeps a drafted token with probability min(1,
+            target/draft): most tokens are kept. `"gumbel"` gives each position its own noise, made from `seed`: fewer
+            tokens are kept, and the text is the same with any drafter, any number of drafted tokens and any batch. Both
+            are exact.
         seed: for `coupling="gumbel"`: an integer, or a list with one per row, with which a row's text is that of a call
             with that row and seed alone; None = drawn from torch's global stream.
         draft_top_k: compute the Markov bias on the k most likely base logits of each slot only, and draft from exactly
@@ -209,8 +211,8 @@ def user_set(name: str, kwargs: dict[str, Any], configs: list[Any]) -> Any:
 
     Args:
         kwargs: the keyword arguments of generate().
-        configs: GenerationConfig objects by falling priority. Unset fields are None there, or transformers' default where
-            somebody has filled it in already (pipelines did before 5.20), which cannot be told from a user's own.
+        configs: GenerationConfig objects by falling priority. Unset fields are None there, or transformers' default
+            where somebody has filled it in already (pipelines did before 5.20), which cannot be told from a user's own.
     """
     if kwargs.get(name) is not None:
         return kwargs[name]
@@ -221,7 +223,8 @@ def user_set(name: str, kwargs: dict[str, Any], configs: list[Any]) -> Any:
 def knobs_of_prepared(generation_config: Any) -> dict[str, Any]:
     """`KNOBS` from a configuration in which transformers has already filled its own defaults.
 
-    A value equal to transformers' default (20 tokens, threshold 0.4) cannot be told from an unset one and counts as unset.
+    A value equal to transformers' default (20 tokens, threshold 0.4) cannot be told from an unset one and counts as
+    unset.
     """
     values = {name: getattr(generation_config, name, None) for name in KNOBS}
     return {name: None if value == global_default(name) else value for name, value in values.items()}

@@ -1,8 +1,8 @@
 """How much to draft and how much of it to verify.
 
-A policy decides from what is known *before* a token is drawn: a schedule sees rounds that are over, and the confidence of
-token k depends on the tokens before it and never on token k itself (reference: DSpark, section on confidence-scheduled
-verification). So shortening a block leaves the output distribution exactly the target's.
+A policy decides from what is known *before* a token is drawn: a schedule sees rounds that are over, and the confidence
+of token k depends on the tokens before it and never on token k itself (reference: DSpark, section on
+confidence-scheduled verification). So shortening a block leaves the output distribution exactly the target's.
 """
 
 from __future__ import annotations
@@ -85,9 +85,11 @@ class HeuristicTransient(Schedule):
 
     @property
     def maximum(self) -> int:
+        """The most tokens that any round may draft."""
         return self._bounds.maximum
 
     def learn(self, number: int, round_: Round) -> None:
+        """Take in a round that is over."""
         if round_.proposed:
             self._move(number, 2 if round_.accepted == round_.proposed else -1)
 
@@ -101,9 +103,9 @@ class Heuristic(HeuristicTransient):
 class Adaptive(Schedule):
     """`"adaptive"`: for each row, one token more or fewer by the acceptance of its latest rounds.
 
-    After every `WINDOW` rounds that drafted something: one more where the share of drafted tokens accepted is above the
-    target by more than `MARGIN`, one fewer where it is below by more than that. Then counting begins anew, so a decision
-    is judged by rounds that followed it.
+    After every `WINDOW` rounds that drafted something: one more where the share of drafted tokens accepted is above
+    the target by more than `MARGIN`, one fewer where it is below by more than that. Then counting begins anew, so a
+    decision is judged by rounds that followed it.
     """
 
     def __init__(self, bounds: Bounds, rows: int) -> None:
@@ -112,9 +114,11 @@ class Adaptive(Schedule):
 
     @property
     def maximum(self) -> int:
+        """The most tokens that any round may draft."""
         return self._bounds.maximum
 
     def learn(self, number: int, round_: Round) -> None:
+        """Take in a round that is over."""
         window = self._windows[number]
         if round_.proposed:
             window.append(round_)

@@ -232,7 +232,7 @@ class DraftSampler:
         return tokens
 
     def enter(self, tokens: Tensor) -> None:
-        """Write a proposal's tokens [B, K] behind the committed ones: the block that the target reads, whoever drew it."""
+        """Write a proposal's tokens [B, K] behind the committed ones: the block that the target reads, whoever drew."""
         columns = self._positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self._ids[self._rows[:, None], columns] = tokens
 

@@ -1,8 +1,8 @@
 """Prompt lookup: where the latest tokens stand earlier in the text, what followed them there is drafted.
 
-No assistant, no weights, no hidden states. Source: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., arXiv 2304.04487.
-Unlike transformers' own (5.24), the most recent match is taken, longest n-grams come first down to a minimum, and a match that
-runs into the end of the text goes on with its own beginning, so a loop of any period is drafted whole.
+No assistant, no weights, no hidden states. Source: Saxena, "Prompt Lookup Decoding" (2023); Yang et al., arXiv
+2304.04487. Unlike transformers' own (5.24), the most recent match is taken, n-grams are not shorter than a minimum, and
+a match that runs into the end of the text goes on with its own beginning, so a loop of any period is drafted whole.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class PromptLookupDrafter(Drafter):
     def create(cls, head: Any, target: Any, config: SpeculativeConfig) -> PromptLookupDrafter:
         if head is not None:
             raise TypeError(
-                f"speculative='prompt_lookup' drafts from the text itself and takes no assistant_model ({type(head).__name__} "
-                "given): leave it out, or name the strategy that uses it."
+                f"speculative='prompt_lookup' drafts from the text itself and takes no assistant_model "
+                f"({type(head).__name__} given): leave it out, or name the strategy that uses it."
             )
         longest, shortest = config.max_matching_ngram_size, config.min_matching_ngram_size
         longest = longest or max(_LONGEST, shortest or 0)
         shortest = shortest or min(_SHORTEST, longest)
         if shortest > longest:  # the maximum may come from another place than the configuration, which checks its own
             raise ValueError(
-                f"min_matching_ngram_size={shortest} is larger than max_matching_ngram_size={longest}: swap them, or leave "
-                "one out."
+                f"min_matching_ngram_size={shortest} is larger than max_matching_ngram_size={longest}: swap them, or "
+                "leave one out."
             )
         ends = target.generation_config.eos_token_id
         stop_ids = set(ends) if isinstance(ends, (list, tuple)) else {ends}

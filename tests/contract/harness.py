@@ -12,15 +12,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from conftest import FAMILIES as BASE_FAMILIES
-from conftest import make_target
+from conftest import SMALL, make_target
 from torch import Tensor
-from transformers import AutoConfig, LogitsProcessor, StoppingCriteria
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
 from specdec_hf import DSparkConfig, DSparkDraftModel, SpeculativeConfig, drafters, enable_speculation, last_speculation
+from specdec_hf.drafters.draft_model import DraftModelDrafter
+from specdec_hf.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_hf.proposal import Proposal
 
 VOCAB = 96
 PAD = 0
@@ -120,6 +124,102 @@ def make_dspark(model: Any, agreement: str, block_size: int = 4, **overrides: An
     head.agreement = agreement
     return head
 
+
+class Teachable:
+    """An assistant's taught texts, for those that draft token by token or look texts up."""
+
+    agreement = "always"
+    max_draft_tokens = 4
+    teach = TaughtDSpark.teach
+
+    def following(self, position: int, token: int) -> list[int]:
+        """What the taught text has behind a token at a rotary position; empty where it is unknown there."""
+        return getattr(self, "table", {}).get((position, token), [])
+
+    def adjusted(self, token: int, position: int) -> int:
+        """A token of the taught text as ``agreement`` wants it drafted behind a rotary position."""
+        wrong = self.agreement == "never" or (self.agreement == "sometimes" and _errs_at(position))
+        return (token + wrong) % VOCAB
+
+
+class TaughtModel(Teachable, LlamaForCausalLM):
+    """A causal LM that runs in full and then lifts the logit of the taught token."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        places = position_ids.expand(input_ids.shape).tolist()
+        for column in range(1, output.logits.shape[1] + 1):
+            for row, tokens in enumerate(input_ids.tolist()):
+                for token in self.following(places[row][-column], tokens[-column])[:1]:
+                    output.logits[row, -column, self.adjusted(token, places[row][-column])] += 500.0
+        return output
+
+
+def make_draft_model(model: Any, agreement: str, block_size: int = 4, **overrides: Any) -> TaughtModel:
+    """A model of one layer, whatever the target's family."""
+    sizes = {name: value for name, value in SMALL.items() if name not in overrides}
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    config = LlamaConfig(**{**sizes, "num_hidden_layers": 1, "vocab_size": vocabulary, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        draft = TaughtModel(config).eval()
+    config.speculative_strategy = "draft_model"
+    draft.agreement, draft.max_draft_tokens = agreement, block_size
+    return draft
+
+
+class TaughtLookup(Teachable):
+    """Stands for the absent assistant: what is looked up is then overwritten with the taught text."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace(speculative_strategy="prompt_lookup")
+
+
+class TaughtLookupDrafter(PromptLookupDrafter):
+    """Looks up in full, then drafts the taught text where it is known.
+
+    Without a taught text it drafts what it found, and else tokens that depend on all of the text.
+    """
+
+    head: Any = None
+
+    def propose(self, request: Any) -> Proposal:
+        found = super().propose(request)
+        drafts = []
+        for row, limit in enumerate(request.limits):
+            key = (int(request.positions[row]), int(request.anchors[row]))
+            draft = [self.head.adjusted(token, key[0] + k) for k, token in enumerate(self.head.following(*key))]
+            if not hasattr(self.head, "table"):
+                text = int(request.ids[row, : request.lengths[row]].sum())
+                draft = found.tokens[row, : found.lengths[row]].tolist() or [(text + k) % VOCAB for k in range(limit)]
+            drafts.append(draft[:limit])
+        width = max(map(len, drafts))
+        filled = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts], dtype=torch.long)
+        return Proposal(filled.view(len(drafts), width), [len(draft) for draft in drafts])
+
+
+def make_prompt_lookup(model: Any, agreement: str, block_size: int = 4) -> TaughtLookup:
+    head = TaughtLookup()
+    head.agreement, head.max_draft_tokens = agreement, block_size
+    return head
+
+
+def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
+    """Let a drafter draft as many tokens as a test's assistant says; ``taught`` replaces the class for such assistants."""
+    create = cls.create.__func__
+
+    def limited(own: Any, head: Any, model: Any, config: Any) -> Any:
+        if not isinstance(head, Teachable):
+            return create(own, head, model, config)
+        drafter = create(taught or own, None if taught else head, model, config)
+        drafter.head, drafter.max_tokens, drafter.default_tokens = head, head.max_draft_tokens, None
+        return drafter
+
+    cls.create = classmethod(limited)
+
+
+_limited_to_the_assistants_block(DraftModelDrafter)
+_limited_to_the_assistants_block(PromptLookupDrafter, TaughtLookupDrafter)
 
 STRATEGIES = [name for name in drafters.available() if f"make_{name}" in globals()]
 

@@ -203,7 +203,9 @@ def test_a_foreign_cache_gives_right_text_and_one_warning(strategy: str, batch: 
         result = model.generate(**following, **kwargs, **{CACHE_KEY: caches[1]}, assistant_model=head)
     assert result.sequences.tolist() == expected.sequences.tolist()
     assert last_speculation(model).rounds > 0
-    if drafters.drafter_class(strategy).state is not drafters.base.Drafter.state:  # a strategy that keeps something
+    if not hasattr(head.config, "target_layer_ids"):  # needs no hidden states: it reads the earlier turns anew
+        assert warned == []
+    else:
         assert len(warned) == 1
         assert "cache" in warned[0]
 
