@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import warnings
 import weakref
 from typing import Any
 
@@ -107,6 +110,36 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
             "(0-based; the last layer is refused, its state is reported after the final norm). Use its own target."
         )
     _check_vocabulary(config, text, target, name)
+    _warn_of_another(config, target.config)
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+\Z")
+
+
+def hub_name(name: str | None) -> str | None:
+    """``name`` if it can be a repository on the Hub and is no directory here, else ``None``."""
+    fits = bool(name) and bool(_HUB_NAME.match(name)) and name[0] not in "./" and not os.path.isdir(name)  # type: ignore
+    return name if fits else None
+
+
+def _warn_of_another(config: PretrainedConfig, target: PretrainedConfig) -> None:
+    """Warn when both sides name their origin on the Hub and differ; a directory's name says nothing."""
+    ours, theirs = hub_name(config.target_name_or_path), hub_name(getattr(target, "_name_or_path", None))
+    if ours is None or theirs is None:
+        return
+    revisions = config.target_revision, getattr(target, "_commit_hash", None)
+    if ours.lower() != theirs.lower():
+        what = f"for {ours}, and this is {theirs}"
+    elif all(revisions) and revisions[0] != revisions[1]:
+        what = f"with revision {revisions[0]} of {ours}, and this is {revisions[1]}"
+    else:
+        return
+    warnings.warn(
+        f"the head was trained {what}. The text stays right, but fewer drafted tokens may be accepted: look at "
+        "mean_accepted_length, and use the recorded target if it is about 1.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _same(field: str, ours: int, theirs: int, what: str) -> None:

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers import initialization as init
 
 from ._borrowed import BorrowedTarget, check_target
+from ._card import CardOnPush
 from ._config_sources import spread_layers
 from ._context import DraftContext
 from ._dspark_config import DSparkConfig
@@ -35,7 +36,7 @@ __all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "
 logger = logging.getLogger(__name__)
 
 
-class DSparkDraftModel(BlockTraining, PreTrainedModel):
+class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
     """Drafts a block of tokens for a target model; see the module's docstring for one round.
 
     ``from_pretrained`` reads this package's directories and DeepSpec's (``Qwen3DSparkModel``) as they are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from typing import Any
@@ -13,8 +12,6 @@ from .formats import detect, raw_config
 from .reading import Checkpoint, read_head
 from .writing import engine_warnings
 
-TRAINING_FILE = "training.json"
-"""Where training leaves what it did, if it does; beside ``config.json``."""
 _NAMES = {"specdec": "specdec_hf", "deepspec": "DeepSpec", "speculators": "speculators", "zlab": "z-lab DFlash"}
 
 
@@ -106,14 +103,3 @@ def describe_calibration(config: DSparkConfig) -> str:
     if config.confidence_temperatures is None:
         return "none"
     return "temperatures " + ", ".join(f"{one:.3g}" for one in config.confidence_temperatures)
-
-
-def training_record(directory: str) -> dict[str, Any] | None:
-    """What training left beside the head (``training.json``), ``None`` where it left nothing readable."""
-    path = os.path.join(directory, TRAINING_FILE)
-    try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None

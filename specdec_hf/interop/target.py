@@ -59,7 +59,8 @@ class Target:
             ValueError: it is no plain linear layer without bias.
         """
         module: Any = self.model.get_output_embeddings()
-        if type(module) is not torch.nn.Linear or module.bias is not None:
+        plain: bool = module.__class__ is torch.nn.Linear and module.bias is None  # a subclass may be quantised
+        if not plain:
             raise ValueError(
                 f"{self.name}: the lm_head is {module}; only a linear layer without bias can be written into a head's "
                 "file. Train the head with an lm_head of its own (has_lm_head=True)."
