@@ -177,6 +177,25 @@ def test_a_damaged_blob_is_noticed(hub: Hub, target: Any) -> None:
         DSparkDraftModel.from_pretrained(REPOSITORY)
 
 
+def test_a_flipped_bit_is_found_by_info(hub: Hub, target: Any, tmp_path: Path) -> None:
+    make_head(target).push_to_hub(REPOSITORY)
+    assert "layout" in describe(REPOSITORY)
+    hub.corrupt = "model.safetensors"
+    with pytest.raises(ValueError, match="SHA-256"):
+        describe(REPOSITORY, {"cache_dir": str(tmp_path / "other")})
+
+
+def test_no_path_of_this_machine_is_uploaded(hub: Hub, target: Any, saved: Path, tmp_path: Path) -> None:
+    head = make_head(target, target_name_or_path=str(saved))
+    head.save_pretrained(tmp_path / "head")
+    push_head(str(tmp_path / "head"), "org/pushed")
+    head.push_to_hub(REPOSITORY)
+    for repository in hub.repositories.values():
+        for files in repository.commits.values():
+            for name, data in files.items():
+                assert str(tmp_path).encode() not in data, name
+
+
 def test_push_makes_everything_usable(hub: Hub, target: Any, saved: Path, tmp_path: Path) -> None:
     head = make_head(target, target_name_or_path=str(saved))
     head.save_pretrained(tmp_path / "head")

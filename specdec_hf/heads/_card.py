@@ -173,6 +173,20 @@ def read_record(directory: str, name: str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def forget_local_target(folder: str, known: str | None = None) -> None:
+    """Keep only a name on the Hub as the target in ``folder``'s ``config.json``: a local path helps nobody.
+
+    Args:
+        known: another name for the target, e.g. the one a user gave.
+    """
+    path = os.path.join(folder, "config.json")
+    with open(path, encoding="utf-8") as file:
+        fields = json.load(file)
+    fields["target_name_or_path"] = hub_name(known) or hub_name(fields.get("target_name_or_path"))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
 class CardOnPush:
     """``push_to_hub`` of a head: transformers', with a card that says what the head is."""
 
@@ -202,6 +216,7 @@ class CardOnPush:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
+            forget_local_target(folder)
             if not api.file_exists(repo_id, "README.md", revision=revision):
                 card = render_card(self.config, repo_id, str(self.dtype).removeprefix("torch."))
                 for tag in (*(self.model_tags or ()), *(tags or ())):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from ..heads._card import EVALUATION_FILE, TRAINING_FILE, read_record, render_card
+from ..heads._borrowed import hub_name
+from ..heads._card import EVALUATION_FILE, TRAINING_FILE, forget_local_target, read_record, render_card
 from .formats import detect, raw_config
 from .info import describe_dtypes
 from .reading import read_head
@@ -117,8 +118,9 @@ def build_repository(
     fields = json.loads((out / "config.json").read_text(encoding="utf-8"))
     # transformers' pipeline looks the class of an assistant given as a string up among its own; AutoModel finds ours.
     fields["architectures"] = ["DSparkDraftModel", "AutoModel"]
-    fields["target_name_or_path"] = head.config.target_name_or_path = name
-    (out / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    forget_local_target(folder, name)
+    head.config.target_name_or_path = hub_name(name) or hub_name(head.config.target_name_or_path)
     card = render_card(
         head.config,
         repository,
