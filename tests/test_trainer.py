@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import FAMILIES
 
 from specdec_hf.heads.dspark import DSparkDraftModel
 from specdec_hf.training.features import FeatureCache, target_features
@@ -195,3 +196,18 @@ train:
         with pytest.raises(ValueError, match=match):
             run(tmp_path / "bad.yaml", tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_and_decode_losslessly(tiny_target, tmp_path, family):
+    from specdec_hf import enable_speculation
+
+    target = tiny_target(family)
+    write_texts(tmp_path / "data", target, count=6, length=14)
+    train(target, small(tmp_path, max_steps=2, num_anchors=4, validation=0, batch_size=3))
+    head = DSparkDraftModel.from_pretrained(tmp_path / "out" / "head")
+    prompt = torch.randint(3, 96, (1, 5))
+    plain = target.generate(prompt, do_sample=False, max_new_tokens=12)
+    enable_speculation(target)
+    drafted = target.generate(prompt, assistant_model=head, speculative="dspark", do_sample=False, max_new_tokens=12)
+    assert torch.equal(plain, drafted)
