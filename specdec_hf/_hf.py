@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 try:  # layers that share the keys of another layer; absent before 5.20
     from transformers.cache_utils import DummyLayer
 except ImportError:
-    DummyLayer = None  # type: ignore[assignment, misc]
+    DummyLayer = None
 
 __all__ = [
     "CACHE_KEY",

@@ -1,7 +1,7 @@
 """What a round costs: `specdec bench`. Calls the public `generate()` only, as a user would.
 
-Plain decoding and speculation take turns in one run, and ratios are medians over pairs, since timings drift. A step of plain
-decoding is the time between two tokens of a streamer; a round is the recorded time of draft, target and the rest.
+Plain decoding and speculation take turns in one run, and ratios are medians over pairs, since timings drift. A step of
+plain decoding is the time between two tokens of a streamer; a round is the recorded time of draft, target and the rest.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from .default_target import BUNDLED_HEAD, fetch_default_target
 from .generation import enable_speculation, last_speculation
-from .heads.dspark import DSparkDraftModel
 from .hardware import fast_dtype, processor_name
+from .heads.dspark import DSparkDraftModel
 from .provenance import provenance
 
 
@@ -145,11 +145,12 @@ def run_benchmark(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     head = DSparkDraftModel.from_pretrained(draft or BUNDLED_HEAD, dtype=model.dtype).eval()
     results = measure(model, head, contexts, new_tokens, repeats, threads)
-    print(f"{type(model).__name__} {model.num_parameters() / 1e6:.0f} M, {dtype}, {threads or torch.get_num_threads()} threads")
+    used = threads or torch.get_num_threads()
+    print(f"{type(model).__name__} {model.num_parameters() / 1e6:.0f} M, {dtype}, {used} threads")
     print(f"{processor_name()}, torch {torch.__version__}; medians of {repeats} pairs, milliseconds")
     print(table(results))
     if output is not None:
-        write_json(results, output, dtype=dtype, threads=threads or torch.get_num_threads(), repeats=repeats)
+        write_json(results, output, dtype=dtype, threads=used, repeats=repeats)
     return results
 
 
@@ -165,7 +166,8 @@ def table(results: list[RoundCost]) -> str:
     if len(results) > 1:
         first, last = results[0], results[-1]
         lines.append(
-            f"from {first.context} to {last.context} tokens: a round costs {last.round / first.round:.2f} times as much, a "
+            f"from {first.context} to {last.context} tokens: a round costs {last.round / first.round:.2f} times as "
+            "much, a "
             f"plain step {last.plain_step / first.plain_step:.2f} times"
         )
     return "\n".join(lines)
@@ -174,4 +176,5 @@ def table(results: list[RoundCost]) -> str:
 def write_json(results: list[RoundCost], path: Path, **settings: Any) -> None:
     """Write the results with their provenance (see `provenance`)."""
     rows = [{**asdict(cost), "round": cost.round, "other_share": cost.other_share} for cost in results]
-    path.write_text(json.dumps({"provenance": provenance(**settings), "rounds": rows}, indent=2) + "\n", encoding="utf-8")
+    result = {"provenance": provenance(**settings), "rounds": rows}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """Key/value memory that a speculative round can write to and take back without copying it.
 
-`SpeculativeCache` is a transformers `Cache` whose layers write into preallocated buffers. Slot s of a row holds the row's
-s-th column (left padding included), so rolling back is lowering a number, rows of a batch may have different lengths,
-and sliding windows count slots exactly as they do in plain decoding. Layers of the user's cache are taken in once, and
-the result is handed back in the user's own layer classes. Knows nothing of drafting.
+`SpeculativeCache` is a transformers `Cache` whose layers write into preallocated buffers. Slot s of a row holds the
+row's s-th column (left padding included), so rolling back is lowering a number, rows of a batch may have different
+lengths, and sliding windows count slots exactly as they do in plain decoding. Layers of the user's cache are taken in
+once, and the result is handed back in the user's own layer classes. Knows nothing of drafting.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class SpeculativeCache(DynamicCache):
         if source.layers:
             Cache.__init__(self, layers=[_adopted(layer, make) for layer in source.layers])
         else:
-            Cache.__init__(self, layer_class_to_replicate=make)  # type: ignore[arg-type]
+            Cache.__init__(self, layer_class_to_replicate=make)
 
     @property
     def buffered(self) -> list[BufferedLayer]:

@@ -1,15 +1,15 @@
 """The decoding loop: the only one. Batch 1 and batch B, greedy and sampling, every drafter.
 
-A round: the drafter proposes, the policy trims, the target runs each row's anchor and its drafted tokens in one forward, the
-accept rule judges, stopping criteria see every committed token, the cache keeps what was committed, the drafter observes.
-Knows `drafters.base`, never a concrete drafter.
+A round: the drafter proposes, the policy trims, the target runs each row's anchor and its drafted tokens in one
+forward, the accept rule judges, stopping criteria see every committed token, the cache keeps what was committed, the
+drafter observes. Knows `drafters.base`, never a concrete drafter.
 
-Rows advance in one of two ways. *Ragged*: each row accepts what it can, ends on its own and leaves the batch; a whole block is
-judged at once, with one wait for the device per round. *Level*: all rows advance by the same number of tokens, and one
-position at a time is judged with the full batch, exactly as plain decoding would show it to processors and criteria. Level is
-used where something of the call must see what plain decoding shows (`ProcessorStack.in_order`, `StoppingRules.in_order`) or
-where the attention implementation cannot mask rows of different lengths. Cutting every row to the shortest is lossless: whether
-position j is committed never depends on the token drawn there.
+Rows advance in one of two ways. *Ragged*: each row accepts what it can, ends on its own and leaves the batch; a whole
+block is judged at once, with one wait for the device per round. *Level*: all rows advance by the same number of tokens,
+and one position at a time is judged with the full batch, exactly as plain decoding would show it to processors and
+criteria. Level is used where something of the call must see what plain decoding shows (`ProcessorStack.in_order`,
+`StoppingRules.in_order`) or where the attention implementation cannot mask rows of different lengths. Cutting every row
+to the shortest is lossless: whether position j is committed never depends on the token drawn there.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _Decoder:
         device = call.input_ids.device
         settings = call.generation_config
         self.do_sample: bool = bool(settings.do_sample)
-        self.stats = SpeculationStats(drafter.name, *([[] for _ in range(batch)] for _ in range(3)))
+        self.stats = SpeculationStats.of_rows(drafter.name, batch)
         self.watch = Stopwatch(self.stats)
         self.stack = ProcessorStack(call.logits_processor)
         self.rules = StoppingRules(call.stopping_criteria, batch)
@@ -120,9 +120,13 @@ class _Decoder:
         self.capacity = columns + reserve
         self.cache = SpeculativeCache(source, self.capacity)
         self.runner = TargetRunner(
-            call.model, self.cache, dict(call.model_kwargs, **{_hf.CACHE_KEY: self.cache}), recorder, self.in_order,
+            call.model,
+            self.cache,
+            dict(call.model_kwargs, **{_hf.CACHE_KEY: self.cache}),
+            recorder,
+            self.in_order,
             self.capacity,
-        )  # fmt: skip
+        )
         self.stream = UniformStream(config.generator, batch, device)
         self.noise: CoupledNoise | None = None
         self.noise_starts: list[int] = []  # by the call's rows: position in the noise of the first generated token
@@ -142,7 +146,8 @@ class _Decoder:
         wanted = {n for n in names if settings.return_dict_in_generate and getattr(settings, f"output_{n}")}
         return StepOutputs(batch, wanted, [])
 
-    # -- the loop -------------------------------------------------------------------------------------------------------
+    # -- the loop
+    # -------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self._prefill()
@@ -234,7 +239,7 @@ class _Decoder:
         with self.watch.part("draft"):
             sampler = DraftSampler(
                 self.stack, self.ids, self.lengths, starts, self.vocab_size, draws.uniforms, draws.noise
-            )  # fmt: skip
+            )
             anchors, positions = self.ids[rows, starts - 1], self.runner.positions
             request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths)
             proposal = self.drafter.propose(request)
@@ -247,7 +252,8 @@ class _Decoder:
             sampler.enter(proposal.tokens)
             return proposal
 
-    # -- judging ----------------------------------------------------------------------------------------------------------
+    # -- judging
+    # ----------------------------------------------------------------------------------------------------------
 
     def _judge(self, outputs: Any, proposal: Proposal, draws: _Draws, block_end: int | None) -> None:
         """Commit what the target accepts of a block. `block_end` is None for the prompt's last position."""
@@ -330,7 +336,14 @@ class _Decoder:
                     self._record(row, Round(proposal.lengths[row], committed - 1, committed))
 
     def _keep_outputs(
-        self, outputs: Any, row: int, place: int, scores: Tensor, raw: Tensor, block_end: int | None, at: int | None = None
+        self,
+        outputs: Any,
+        row: int,
+        place: int,
+        scores: Tensor,
+        raw: Tensor,
+        block_end: int | None,
+        at: int | None = None,
     ) -> None:
         if not self.outputs.wanted:
             return
@@ -348,7 +361,8 @@ class _Decoder:
             for token in tokens:
                 self.call.streamer.put(torch.tensor([token]))
 
-    # -- rows and the end -------------------------------------------------------------------------------------------------
+    # -- rows and the end
+    # -------------------------------------------------------------------------------------------------
 
     def _release_rows(self) -> None:
         """Let rows that have ended leave the batch (level rows stay; the last rows stay for the end)."""
@@ -400,7 +414,8 @@ def _accept_numbers(uniforms: Tensor, width: int) -> Tensor:
 
 def _nan_message(model: Any, length: int) -> str:
     return (
-        f"the logits of {type(model).__name__} after {length} tokens contain NaN, so no next token exists. The model is "
+        f"the logits of {type(model).__name__} after {length} tokens contain NaN, so no next token exists. The model "
+        "is "
         "broken in this dtype or on this input: try float32 or another attention implementation, or pass "
         "remove_invalid_values=True."
     )

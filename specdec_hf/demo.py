@@ -99,7 +99,8 @@ def run_demo(
         dtype = fast_dtype(device)
         if dtype == "float32":
             _say(
-                "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost as much as its tokens one "
+                "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost as much as its "
+                "tokens one "
                 "by one and nothing could be gained (--dtype bfloat16 shows it)"
             )
     if target is None:

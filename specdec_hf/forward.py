@@ -14,7 +14,9 @@ from . import _hf
 from .cache import SpeculativeCache
 from .targets import TapRecorder, accepts_argument, dense_mask, mask_windows, takes_ragged_masks, token_types
 
-_PER_FORWARD = ("attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY)
+_PER_FORWARD = frozenset(
+    ["attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY]
+)
 
 
 class TargetRunner:
@@ -81,7 +83,8 @@ class TargetRunner:
 
     def prompt_columns(self) -> tuple[Tensor, Tensor | None, list[int]]:
         """Of the prompt just prefilled: positions [B, T], validity [B, T] (None = all), and per row the number of
-        valid tokens that were cached before."""
+        valid tokens that were cached before.
+        """
         filled, batch = self.filled[0], len(self.filled)
         new = filled - self.cached_before
         given = self._kwargs.get("position_ids")

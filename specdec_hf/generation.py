@@ -1,8 +1,8 @@
 """The four routes from `generate()` into the decoding loop.
 
 All of them end in transformers' public hook for another decoding method, a callable `custom_generate`, which hands over
-prepared inputs, processors and criteria (transformers 5.19 to 5.24). The hook drops `streamer` and `tokenizer`, so the callable
-holds the former and builds the stop-string criterion with the latter itself.
+prepared inputs, processors and criteria (transformers 5.19 to 5.24). The hook drops `streamer` and `tokenizer`, so the
+callable holds the former and builds the stop-string criterion with the latter itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def last_speculation(model: Any) -> SpeculationStats | None:
 class SpeculativeDecoding:
     """A decoding method for `generate(custom_generate=...)`. Made by `speculative_decoding`.
 
-    transformers reads the signature of `__call__`: names that its own loop does not have are handed over exactly as the user
-    wrote them.
+    transformers reads the signature of `__call__`: names that its own loop does not have are handed over exactly as the
+    user wrote them.
     """
 
     def __init__(
@@ -78,7 +78,8 @@ class SpeculativeDecoding:
         drafter = drafters.resolve(config, self.head, model)
         if config.num_assistant_tokens is not None and config.num_assistant_tokens > drafter.max_tokens:
             raise ValueError(
-                f"num_assistant_tokens={config.num_assistant_tokens} is more than this {config.strategy} assistant can draft "
+                f"num_assistant_tokens={config.num_assistant_tokens} is more than this {config.strategy} assistant can "
+                "draft "
                 f"in a round: pass at most {drafter.max_tokens}, or leave it out for that many."
             )
         reason = plain_reason(model_kwargs)
@@ -141,7 +142,8 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise ValueError(
-            f"{name} is an encoder-decoder model; speculation supports decoder-only causal LMs. Call generate() without "
+            f"{name} is an encoder-decoder model; speculation supports decoder-only causal LMs. Call generate() "
+            "without "
             "the speculative assistant."
         )
     for field, off, what in (
@@ -157,7 +159,8 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
         value = getattr(generation_config, field, None)
         if value not in (None, off, False):
             raise ValueError(
-                f"{field}={value!r} asks for {what}, which cannot be combined with speculative decoding (greedy and sampling "
+                f"{field}={value!r} asks for {what}, which cannot be combined with speculative decoding (greedy and "
+                "sampling "
                 f"can). Leave out {field}, or leave out the assistant."
             )
     if input_ids.shape[0] == 0:
@@ -182,13 +185,13 @@ class SpeculativeGenerationMixin(_hf.GenerationMixin):
         """As `transformers.GenerationMixin.generate`, and with one of our heads as `assistant_model` speculatively.
 
         Args:
-            assistant_model: a draft head, e.g. `DSparkDraftModel`, or what the strategy names (`"draft_model"`: a smaller
-                causal LM; `"prompt_lookup"`: none).
+            assistant_model: a draft head, e.g. `DSparkDraftModel`, or what the strategy names (`"draft_model"`: a
+                smaller causal LM; `"prompt_lookup"`: none).
             speculative: a strategy's name or a `SpeculativeConfig`; None = what the head names.
             assistant_strategy: exact alias of `speculative`.
             generator: see `SpeculativeConfig`.
-            num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold, max_matching_ngram_size:
-                as in GenerationConfig.
+            num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold,
+                max_matching_ngram_size: as in GenerationConfig.
 
         Raises:
             ValueError, TypeError: what speculation does not support; the message says what to do instead.
@@ -243,7 +246,8 @@ def _without_stop_strings(model: Any, needed: bool) -> Iterator[None]:
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:
     if kwargs.get("synced_gpus"):
         raise ValueError(
-            "synced_gpus=True cannot be combined with speculative decoding: ranks accept different numbers of tokens, so their "
+            "synced_gpus=True cannot be combined with speculative decoding: ranks accept different numbers of tokens, "
+            "so their "
             "forwards would not match. Leave out synced_gpus (no ZeRO-3 / FSDP sharded generation) or the assistant."
         )
     for name, what in (("use_model_defaults", None), ("negative_prompt_ids", "classifier-free guidance")):
@@ -294,7 +298,7 @@ def _reduce(model: Any, protocol: Any) -> tuple[Any, ...]:
 
 def _blank(original: type) -> Any:
     cls = _with_mixin(original)
-    return cls.__new__(cls)
+    return object.__new__(cls)
 
 
 def disable_speculation(model: Any) -> Any:
@@ -315,7 +319,7 @@ class SpeculativeModelForCausalLM:
     """Loads a causal LM and enables speculation on it."""
 
     def __init__(self) -> None:
-        raise TypeError("SpeculativeModelForCausalLM is not built directly: use from_pretrained(...) or from_config(...).")
+        raise TypeError("SpeculativeModelForCausalLM has no instances: use from_pretrained(...) or from_config(...).")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +361,7 @@ def install() -> _Installation:
                 return original(self, *args, **kwargs)  # came through the mixin's own generate
             return _route(self, functools.partial(original, self), args, kwargs)
 
-        _hf.GenerationMixin.generate = generate  # type: ignore[method-assign]
+        _hf.GenerationMixin.generate = generate
     return _Installation()
 
 
@@ -367,4 +371,4 @@ def uninstall() -> None:
         return
     original = _INSTALLED.pop()
     if not _INSTALLED:
-        _hf.GenerationMixin.generate = original  # type: ignore[method-assign]
+        _hf.GenerationMixin.generate = original

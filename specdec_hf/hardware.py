@@ -26,8 +26,8 @@ def processor_name() -> str:
 def block_cost(dtype: str, rows: int = _ROWS) -> float:
     """How many times as long a linear layer takes for a block as for one token, on the CPU, in a few milliseconds.
 
-    About 1 to 2 where the processor computes in that type; about `rows` where it only emulates it (bfloat16 on x86 processors
-    without AVX512-BF16 or AMX), and then no accepted length can pay for a block.
+    About 1 to 2 where the processor computes in that type; about `rows` where it only emulates it (bfloat16 on x86
+    processors without AVX512-BF16 or AMX), and then no accepted length can pay for a block.
 
     Args:
         dtype: `"bfloat16"`, `"float32"` or `"float16"`.

@@ -113,7 +113,8 @@ class SpeculativeConfig:
         target = self.acceptance_target
         if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0.0 < target < 1.0:
             raise ValueError(
-                f"acceptance_target={target!r}: it is the share of drafted tokens that should be accepted, so it must lie "
+                f"acceptance_target={target!r}: it is the share of drafted tokens that should be accepted, so it must "
+                "lie "
                 "between 0 and 1. Leave it out for 0.6."
             )
         for what in ("assistant_tokens", "matching_ngram_size"):
@@ -133,7 +134,8 @@ class SpeculativeConfig:
             raise TypeError(f"seed={self.seed!r}: must be an integer, or a list with one integer per row.")
         if self.coupling == "residual" and self.seed is not None:
             raise ValueError(
-                f"seed={self.seed!r} is for coupling='gumbel' and would do nothing here: pass that too, or seed residual "
+                f"seed={self.seed!r} is for coupling='gumbel' and would do nothing here: pass that too, or seed "
+                "residual "
                 "sampling with generator=torch.Generator().manual_seed(seed)."
             )
         if self.coupling == "gumbel" and self.generator is not None:
@@ -147,7 +149,8 @@ def _check_generator(generator: Any) -> None:
     for one in generator if isinstance(generator, (list, tuple)) else (generator,):
         if not (one is generator is None or isinstance(one, torch.Generator)):
             raise TypeError(
-                f"generator={generator!r}: must be a torch.Generator, or a list with one per row. For a seed alone, pass "
+                f"generator={generator!r}: must be a torch.Generator, or a list with one per row. For a seed alone, "
+                "pass "
                 "torch.Generator().manual_seed(seed), or call torch.manual_seed(seed) before and leave it out."
             )
 
@@ -163,7 +166,9 @@ def strategy_of(head: Any) -> str | None:
     return getattr(getattr(head, "config", None), "speculative_strategy", None)
 
 
-def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any, knobs: dict[str, Any]) -> SpeculativeConfig:
+def resolve(
+    head: Any, speculative: Any, assistant_strategy: Any, generator: Any, knobs: dict[str, Any]
+) -> SpeculativeConfig:
     """Merge what the user said, in this order: call arguments, the `SpeculativeConfig` passed, the head.
 
     Args:
@@ -200,7 +205,8 @@ def resolve(head: Any, speculative: Any, assistant_strategy: Any, generator: Any
     strategy = config.strategy or strategy_of(head)
     if strategy is None:
         raise ValueError(
-            f"no drafting strategy: assistant_model is a {type(head).__name__}, which names none. Pass a draft head, e.g. "
+            f"no drafting strategy: assistant_model is a {type(head).__name__}, which names none. Pass a draft head, "
+            "e.g. "
             "DSparkDraftModel.from_pretrained(...), or say which strategy, e.g. speculative='dspark'."
         )
     return replace(config, strategy=strategy, **updates)

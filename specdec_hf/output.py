@@ -40,6 +40,11 @@ class SpeculationStats:
     fallback: str | None = None
     forward_passes: int = 0
 
+    @classmethod
+    def of_rows(cls, strategy: str, rows: int) -> SpeculationStats:
+        """Empty statistics of a call with that many rows."""
+        return cls(strategy, [[] for _ in range(rows)], [[] for _ in range(rows)], [[] for _ in range(rows)])
+
     @property
     def rounds(self) -> int:
         """Rounds summed over rows: one row in one target forward is one round."""
@@ -137,7 +142,7 @@ class StepOutputs:
                 self._first[name] = getattr(outputs, name)
 
     def add(self, number: int, row: int, place: int, scores: Any, logits: Any) -> None:
-        """One committed token of the call's row `number`; `scores`, `logits` are [B, S, V], `row` and `place` point there."""
+        """One committed token of the call's row `number`: `scores` and `logits` [B, S, V] at `row` and `place`."""
         for name, tensor in (("scores", scores), ("logits", logits)):
             if name in self.wanted:
                 self._rows[name][number].append(tensor[row, place])
@@ -159,7 +164,6 @@ class StepOutputs:
                 end = attention.shape[-1] - (block_end - 1 - slot)
                 maps.append(attention[row, :, place : place + 1, end - visible : end])
             self._rows["attentions"][number].append(tuple(maps))
-
 
     def result(self, name: str) -> tuple[Any, ...] | None:
         """The tuple with one entry a generated token, as plain decoding returns it; None if it was not asked for.

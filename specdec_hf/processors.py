@@ -1,12 +1,13 @@
 """A `LogitsProcessorList` over a block of positions, each position with its true prefix.
 
-Processors fall into three kinds. *Fixed* ones (temperature, top-k, top-p, ...) look at the scores of one position only and
-take a whole block in one call. *Prefix* ones (repetition penalty, n-gram blocking, minimum length, ...) are a pure function
-of their own row's prefix: one call per position and group of rows of equal length. All *other* ones (a user's own, grammars,
-prefix constraints, classifier-free guidance, watermarks) may carry state or know their row's number, so they must see what
-plain decoding shows them: every row, each committed position once, in order. Decoding then judges one position at a time
-(`ProcessorStack.in_order` tells), and the draft, which would show them tokens that may be rejected, does without them. A
-processor of the user's that is a pure function of its row's prefix may say so with an attribute
+Processors fall into three kinds. *Fixed* ones (temperature, top-k, top-p, ...) look at the scores of one position only
+and take a whole block in one call. *Prefix* ones (repetition penalty, n-gram blocking, minimum length, ...) are a pure
+function of their own row's prefix: one call per position and group of rows of equal length. All *other* ones (a user's
+own, grammars, prefix constraints, classifier-free guidance, watermarks) may carry state or know their row's number, so
+they must see what
+plain decoding shows them: every row, each committed position once, in order. Decoding then judges one position at a
+time (`ProcessorStack.in_order` tells), and the draft, which would show them tokens that may be rejected, does without
+them. A processor of the user's that is a pure function of its row's prefix may say so with an attribute
 `pure_function_of_prefix = True` and is then treated as a prefix one.
 """
 

@@ -45,9 +45,8 @@ def _version(package: str) -> str | None:
 def _commit() -> str | None:
     here = Path(__file__).resolve().parent
     try:
-        found = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
+        command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None

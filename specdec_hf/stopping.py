@@ -1,8 +1,8 @@
 """Stopping criteria inside a committed run: every committed token is judged, as if it had come alone.
 
-The criteria transformers makes itself are recognised by their class and judged on the host (end-of-sequence ids, lengths, the
-clock) or per row (stop strings). Any other criterion may look at the whole batch and keep state, so it must be called as
-plain decoding calls it; decoding then judges one position at a time (`StoppingRules.in_order` tells).
+The criteria transformers makes itself are recognised by their class and judged on the host (end-of-sequence ids,
+lengths, the clock) or per row (stop strings). Any other criterion may look at the whole batch and keep state, so it
+must be called as plain decoding calls it; decoding then judges one position at a time (`StoppingRules.in_order` tells).
 """
 
 from __future__ import annotations

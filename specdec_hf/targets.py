@@ -1,7 +1,7 @@
 """What differs between target families: where the layers are, which masks they take, how a forward is called.
 
-To add a family: nothing, if its decoder layers stand in one `ModuleList` and it takes 4-D masks; else one row in a table
-here. No modelling code is copied.
+To add a family: nothing, if its decoder layers stand in one `ModuleList` and it takes 4-D masks; else one row in a
+table here. No modelling code is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
         ValueError: no `ModuleList` as long as the configuration's `num_hidden_layers` is found.
     """
     count = text_config(model).num_hidden_layers
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    decoder: Any = getattr(model, "get_decoder", lambda: model)()
     for root in (decoder, model):
         for module in root.modules() if isinstance(root, nn.Module) else ():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -78,7 +78,8 @@ def dense_mask(model: Any, masks: dict[bool, Tensor]) -> Any:
 def is_compiled(model: nn.Module) -> bool:
     """Whether some module's call was compiled: hooks added afterwards would not be seen there."""
     return any(
-        getattr(module, "_compiled_call_impl", None) is not None or hasattr(module.forward, "_torchdynamo_orig_callable")
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
     )
 

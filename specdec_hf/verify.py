@@ -2,9 +2,9 @@
 
 One rule serves greedy decoding and sampling, since a greedy distribution is one-hot (speculative sampling, Leviathan et
 al. 2023, arXiv 2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318): keep a drafted token x with probability
-min(1, p_target(x) / p_draft(x)), replace the first rejected one by a draw from normalise(max(p_target - p_draft, 0)), and
-draw a bonus token from the target when all are kept. All probabilities are float32; the running sums that turn a uniform
-number into a token are float64.
+min(1, p_target(x) / p_draft(x)), replace the first rejected one by a draw from normalise(max(p_target - p_draft, 0)),
+and draw a bonus token from the target when all are kept. All probabilities are float32; the running sums that turn a
+uniform number into a token are float64.
 """
 
 from __future__ import annotations

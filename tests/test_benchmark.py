@@ -28,7 +28,7 @@ def test_measure_reports_every_context(tiny_target: Any) -> None:
 
 
 def test_a_median_needs_steps(tiny_target: Any) -> None:
-    with pytest.raises(ValueError, match="new_tokens=4.*at least 8"):
+    with pytest.raises(ValueError, match=r"new_tokens=4.*at least 8"):
         measure(tiny_target("llama"), None, [5], new_tokens=4)
 
 
@@ -38,7 +38,10 @@ def test_json_says_where_the_figures_come_from(tmp_path: Path) -> None:
     written = json.loads(path.read_text())
     assert written["rounds"][0]["round"] == 15.0 and written["rounds"][0]["other_share"] == pytest.approx(1 / 15)
     assert written["provenance"]["versions"]["torch"] == torch.__version__
-    assert written["provenance"]["dtype"] == "float32" and written["provenance"]["machine"]["processor"] == processor_name()
+    assert (
+        written["provenance"]["dtype"] == "float32"
+        and written["provenance"]["machine"]["processor"] == processor_name()
+    )
 
 
 def test_the_number_type_follows_what_a_block_costs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ from specdec_hf.drafters.dspark import DSparkDrafter
 
 def test_the_context_grows_with_the_text_not_with_the_budget(tiny_target: Any) -> None:
     target = tiny_target("llama")
-    head = DSparkDraftModel(DSparkConfig.for_target(target.config, block_size=3, num_hidden_layers=1)).eval().bind(target)
+    head = (
+        DSparkDraftModel(DSparkConfig.for_target(target.config, block_size=3, num_hidden_layers=1)).eval().bind(target)
+    )
     drafter = DSparkDrafter(head, target.config.vocab_size, SpeculativeConfig())
     taps = [torch.zeros(1, 5, target.config.hidden_size) for _ in drafter.target_layer_ids]
     ids, positions = torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None]

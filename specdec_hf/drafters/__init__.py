@@ -26,7 +26,8 @@ def drafter_class(name: str) -> type[Drafter]:
     """
     if name not in available():
         raise ValueError(
-            f"speculative={name!r} is not a strategy{did_you_mean(name, available())}. There are: {', '.join(available())}."
+            f"speculative={name!r} is not a strategy{did_you_mean(name, available())}. There are: "
+            f"{', '.join(available())}."
         )
     module = importlib.import_module(f"{__name__}.{name}")
     return next(

@@ -49,8 +49,8 @@ class DraftRequest:
         limits: tokens that each row may propose.
         width: the largest limit (at least 1).
         sampler: draws the tokens and keeps their distributions.
-        ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it what
-            the sampler has drawn in this round so far. Not to be written to.
+        ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it
+            what the sampler has drawn in this round so far. Not to be written to.
         lengths: per row, tokens of `ids` up to and including the anchor.
     """
 

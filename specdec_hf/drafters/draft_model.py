@@ -69,7 +69,8 @@ class DraftModelDrafter(Drafter):
     def create(cls, head: Any, target: Any, config: SpeculativeConfig) -> DraftModelDrafter:
         if head is None:
             raise ValueError(
-                "speculative='draft_model' needs a draft: pass assistant_model=..., a smaller causal LM with the target's "
+                "speculative='draft_model' needs a draft: pass assistant_model=..., a smaller causal LM with the "
+                "target's "
                 "tokenizer, or use speculative='prompt_lookup', which needs none."
             )
         if strategy_of(head) not in (None, cls.name):
@@ -99,7 +100,8 @@ class DraftModelDrafter(Drafter):
         length = prompt.ids.shape[1]
         if length == 0:
             warnings.warn(
-                "the prompt is inputs_embeds alone, which a draft model with other embeddings cannot read, so nothing is "
+                "the prompt is inputs_embeds alone, which a draft model with other embeddings cannot read, so nothing "
+                "is "
                 "drafted in this call and the text comes no faster. Pass input_ids too, or use another strategy.",
                 UserWarning,
                 stacklevel=2,
@@ -136,8 +138,10 @@ class DraftModelDrafter(Drafter):
 
     def _warn_of_missing_turns(self) -> None:
         warnings.warn(
-            f"input_ids leave out {self._offset} tokens of the cache passed in, and this draft model has not read them. "
-            "The text stays right, but fewer drafted tokens will be accepted. For full speed pass the whole conversation "
+            f"input_ids leave out {self._offset} tokens of the cache passed in, and this draft model has not read "
+            "them. "
+            "The text stays right, but fewer drafted tokens will be accepted. For full speed pass the whole "
+            "conversation "
             "as input_ids, or a cache that generate(..., return_dict_in_generate=True) returned with this draft.",
             UserWarning,
             stacklevel=2,
@@ -166,7 +170,7 @@ class DraftModelDrafter(Drafter):
         return kwargs
 
     def _readable(self, ids: Tensor) -> Tensor:
-        """Token ids on the draft's device; those that only the target's larger (padded) vocabulary has become its last."""
+        """Token ids on the draft's device; ids that only the target's larger (padded) vocabulary has become the last."""
         ids = ids.to(self._model.device)
         return ids.clamp(max=self._vocab_size - 1) if self._narrower else ids
 
@@ -245,7 +249,8 @@ def _check_vocabulary(model: Any, target: Any) -> None:
     own, wanted = (_hf.text_config(one) for one in (model, target))
     if abs(own.vocab_size - wanted.vocab_size) > _PADDING:
         raise ValueError(
-            f"the draft model {type(model).__name__} has {own.vocab_size} token ids and the target {wanted.vocab_size}: "
+            f"the draft model {type(model).__name__} has {own.vocab_size} token ids and the target "
+            f"{wanted.vocab_size}: "
             f"that is another tokenizer (padding explains up to {_PADDING}). Pass a draft with the target's tokenizer; "
             "for two tokenizers use transformers' own assisted generation (leave out speculative=)."
         )
@@ -253,7 +258,8 @@ def _check_vocabulary(model: Any, target: Any) -> None:
         mine, theirs = (_ids(getattr(config, name, None)) for config in (own, wanted))
         if mine and theirs and not mine & theirs:
             warnings.warn(
-                f"the draft model has {name}={sorted(mine)} and the target {sorted(theirs)}. If their tokenizers differ, "
+                f"the draft model has {name}={sorted(mine)} and the target {sorted(theirs)}. If their tokenizers "
+                "differ, "
                 "next to no drafted token will be accepted (the text stays right): pass a draft with the target's "
                 "tokenizer. If they are the same, set the draft's config to the target's id.",
                 UserWarning,

@@ -59,13 +59,15 @@ class DSparkDrafter(Drafter):
     def create(cls, head: Any, target: Any, config: SpeculativeConfig) -> DSparkDrafter:
         if not isinstance(head, DSparkDraftModel):
             raise TypeError(
-                f"speculative='dspark' needs a DSparkDraftModel as assistant_model, not {type(head).__name__}. Load one "
+                f"speculative='dspark' needs a DSparkDraftModel as assistant_model, not {type(head).__name__}. Load "
+                "one "
                 "with DSparkDraftModel.from_pretrained(...)."
             )
         head.bind(target)
         if config.assistant_confidence_threshold and not head.config.enable_confidence_head:
             raise ValueError(
-                f"assistant_confidence_threshold={config.assistant_confidence_threshold} needs a confidence head and this "
+                f"assistant_confidence_threshold={config.assistant_confidence_threshold} needs a confidence head and "
+                "this "
                 "draft head has none (enable_confidence_head=False): leave the threshold out."
             )
         return cls(head, text_config(target).vocab_size, config)
@@ -99,7 +101,8 @@ class DSparkDrafter(Drafter):
             return context
         warnings.warn(
             f"The cache passed in {reason}. The text stays right, but the draft head lacks the hidden states of "
-            f"{max(prompt.cached)} cached tokens, so fewer drafted tokens will be accepted. For full speed pass on the cache "
+            f"{max(prompt.cached)} cached tokens, so fewer drafted tokens will be accepted. For full speed pass on the "
+            "cache "
             "that generate(..., return_dict_in_generate=True) returned with this head, or prefill with it.",
             UserWarning,
             stacklevel=2,
@@ -140,8 +143,10 @@ class DSparkDrafter(Drafter):
         if self._latest_logits is None or not bool(self._latest_logits.isnan().any()):
             return None
         return (
-            f"the draft head ({type(self._head).__name__}, {self._head.dtype}) returns NaN, so its drafted tokens are of no "
-            "use. The text stays right but comes no faster: check the head's weights, or load it in float32 or bfloat16."
+            f"the draft head ({type(self._head).__name__}, {self._head.dtype}) returns NaN, so its drafted tokens are "
+            "of no "
+            "use. The text stays right but comes no faster: check the head's weights, or load it in float32 or "
+            "bfloat16."
         )
 
     def select_rows(self, rows: list[int]) -> None:

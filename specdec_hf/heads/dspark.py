@@ -84,8 +84,9 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
 
     @property
     def generation_config(self) -> Any:
-        """Not there: a head only drafts. transformers' own assisted generation asks for it, which only happens when a target
-        without the speculative generate() was given this head."""
+        """Not there: a head only drafts. transformers' own assisted generation asks for it, which only happens when a
+        target without the speculative generate() was given this head.
+        """
         raise ValueError(
             f"{type(self).__name__} was given as assistant_model to a model without speculation. Call "
             "specdec_hf.enable_speculation(model) once and repeat, or pass "

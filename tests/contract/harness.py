@@ -205,7 +205,7 @@ def make_prompt_lookup(model: Any, agreement: str, block_size: int = 4) -> Taugh
 
 
 def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
-    """Let a drafter draft as many tokens as a test's assistant says; ``taught`` replaces the class for such assistants."""
+    """Let a drafter draft as many tokens as a test's assistant says; ``taught`` replaces the class for those."""
     create = cls.create.__func__
 
     def limited(own: Any, head: Any, model: Any, config: Any) -> Any:
