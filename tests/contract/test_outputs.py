@@ -132,7 +132,7 @@ def test_a_confidence_threshold_cuts_before_the_target_runs(strategy: str, thres
     lengths = outcome.stats.proposal_lengths[0]
     blocks = widths[-outcome.stats.forward_passes * 2 :] if strategy == "dspark" else widths
     assert all(length + 1 in blocks for length in lengths)
-    if threshold == 1.0:
+    if threshold == 1.0 and strategy == "dspark":  # its random confidence head is never certain; others may be
         assert outcome.stats.drafted == 0
     if threshold == 0.0:
         assert lengths[0] == 4

@@ -199,6 +199,8 @@ def test_the_text_generation_pipeline_unchanged(strategy: str, texts: Any, byte_
     plain = pipeline("text-generation", model=model, tokenizer=byte_tokenizer)
     expected = plain(texts, **settings)
     head = assistant(strategy, model)
+    if not isinstance(head, nn.Module):
+        pytest.skip("a pipeline takes models only")
     quick = pipeline("text-generation", model=model, tokenizer=byte_tokenizer, assistant_model=head)
     assert quick(texts, **settings) == expected
     assert last_speculation(model).rounds > 0
@@ -279,9 +281,10 @@ def test_a_quantised_target(strategy: str, batch: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_head_in_another_dtype(strategy: str, dtype: torch.dtype) -> None:
     model = target("llama", seed=4)
-    outcome = compare(
-        model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy, head=assistant(strategy, model).to(dtype)
-    )
+    head = assistant(strategy, model)
+    if not isinstance(head, nn.Module):
+        pytest.skip("an assistant without weights")
+    outcome = compare(model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy, head=head.to(dtype))
     assert outcome.stats.accepted > 0
 
 
