@@ -158,7 +158,7 @@ def acceptance(rounds: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         ``rounds``, ``drafted``, ``accepted``, ``rejected`` (verified but not accepted); ``rate`` = accepted / drafted;
         ``tau`` = mean committed tokens per round, bonus token counted; ``survival``: entry k is the share of rounds
         that drafted k + 1 tokens and accepted them all; ``conditional``: the same share among those whose first k were
-        accepted; ``lengths``: entry n counts rounds that committed n tokens.
+        accepted, which number ``reached``; ``lengths``: entry n counts rounds that committed n tokens.
     """
     width = max((drafted for drafted, *_ in rounds), default=0)
     tried = [sum(drafted > k for drafted, *_ in rounds) for k in range(width)]
@@ -174,6 +174,7 @@ def acceptance(rounds: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
         "rate": accepted / drafted if drafted else None,
         "tau": mean([committed for *_, committed in rounds]),
         "survival": [good / all_ for good, all_ in zip(passed, tried, strict=True)],
+        "reached": reached,
         "conditional": [good / before if before else None for good, before in zip(passed, reached, strict=True)],
         "lengths": [sum(committed == n for *_, committed in rounds) for n in range(longest + 1)],
     }

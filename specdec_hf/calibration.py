@@ -40,6 +40,8 @@ GRID = tuple(10 ** (step / 80) for step in range(-80, 81))
 """Temperatures tried: 0.1 to 10 in steps of 3 %; 1 is among them."""
 MIN_ROUNDS = 40
 """Fewer rounds than this (in each half) say nothing about calibration."""
+MIN_OUTCOMES = 10
+"""A place is fitted if at least so many tokens survived there and so many did not."""
 
 
 @dataclass(frozen=True)
@@ -170,16 +172,18 @@ def area_under_curve(predicted: Tensor, survived: Tensor) -> float | None:
 def fit_temperatures(rounds: Rounds) -> list[float]:
     """The temperatures, one a place, by sequential grid search.
 
-    A place that no round reached keeps the temperature of the one before it. Among equal errors the one nearest to 1
-    wins.
+    A place where fewer than ``MIN_OUTCOMES`` tokens survived (or failed) takes the temperature of the one before it:
+    there the search would only learn to say "never". Among equal errors the temperature nearest to 1 wins.
     """
     found: list[float] = []
     before = torch.ones(rounds.logits.shape[0], dtype=torch.float64)  # a_{k-1} of every round
     grid = torch.tensor(sorted(GRID, key=lambda t: abs(torch.tensor(t).log().item())), dtype=torch.float64)
     for k in range(rounds.logits.shape[1]):
         rows, survived = rounds.place(k)
-        if not len(rows):
+        rarer = min(float(survived.sum()), float((1 - survived).sum()))
+        if rarer < MIN_OUTCOMES:
             found.append(found[-1] if found else 1.0)
+            before = before * torch.sigmoid(rounds.logits[:, k] / found[-1])
             continue
         tried = torch.stack(
             [calibration_error(before[rows] * torch.sigmoid(rounds.logits[rows, k] / t), survived) for t in grid]

@@ -110,7 +110,8 @@ def lines(title: str, x: str, panels: Mapping[str, Mapping[str, Sequence[tuple[f
     figure = Figure(figsize=(3.4 * len(panels) + 0.6, 3.4), layout="constrained")
     figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")
     names = list(dict.fromkeys(name for series in panels.values() for name in series))
-    for one, (panel, series) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=True)[0]
+    for one, (panel, series) in zip(grid, panels.items(), strict=True):
         for name, points in series.items():
             one.plot(
                 [point[0] for point in points],
@@ -159,7 +160,7 @@ def reliability(title: str, panels: Mapping[str, Mapping[str, Sequence[tuple[flo
     """
     from matplotlib.figure import Figure
 
-    columns = min(len(panels), 4)
+    columns = 3 if len(panels) in (5, 6) else min(len(panels), 4)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(2.7 * columns + 0.4, 2.7 * rows + 0.6), layout="constrained")
     figure.suptitle(title, fontsize=11, fontweight="bold", x=0.01, ha="left")

@@ -16,6 +16,8 @@ from typing import Any
 from . import plots
 
 TAU = "tau: tokens that one forward of the target yields, its own bonus token counted; plain decoding has 1."
+FEW = 10
+"""Conditional shares of fewer rounds than this are not shown (the JSON file has them)."""
 SPEED = (
     "Speed counts from the start of the call, prompt included, up to the cut. 'median' is the ratio of the medians "
     "over prompts of seconds per token, 'total' that of all tokens per second. Plain decoding and speculation took "
@@ -45,14 +47,14 @@ def table(result: dict[str, Any]) -> str:
     for row in result["results"]:
         for key in ("survival", "conditional"):
             name = f"{row['data'][-16:]} T = {row['temperature']:g}" if key == "survival" else "  conditional"
-            lines.append(f"{name:<24} " + " ".join(f"{number(value):>5}" for value in row[key]))
+            lines.append(f"{name:<24} " + " ".join(f"{number(value):>5}" for value in shares(row, key)))
     if result["sweep"]:
         widths = (9, 8, 8, 8, 6, 6, 7)
         lines += ["", _aligned(("threshold", "drafted", "accepted", "rejected", "rate", "tau", "tok/s"), widths)]
         for row in pooled_sweep(result):
             counts = (row["drafted"], row["accepted"], row["rejected"])
-            shares = (number(row["rate"]), number(row["tau"]), f"{row['tokens_per_second']:.1f}")
-            lines.append(_aligned((f"{row['threshold']:.2f}", *counts, *shares), widths))
+            rates = (number(row["rate"]), number(row["tau"]), f"{row['tokens_per_second']:.1f}")
+            lines.append(_aligned((f"{row['threshold']:.2f}", *counts, *rates), widths))
     lines.append("")
     for note in (TAU, SPEED, result["rule"], *warnings_of(result)):
         lines += textwrap.wrap(note, 118)
@@ -68,6 +70,13 @@ def _aligned(cells: Sequence[Any], widths: Sequence[int]) -> str:
 def number(value: float | None) -> str:
     """Two decimals, a dash for None."""
     return "-" if value is None else f"{value:.2f}"
+
+
+def shares(row: dict[str, Any], key: str) -> list[float | None]:
+    """Acceptance by place, None where fewer than `FEW` rounds came that far: a share of three rounds misleads."""
+    if key == "survival":
+        return list(row[key])
+    return [share if reached >= FEW else None for share, reached in zip(row[key], row["reached"], strict=True)]
 
 
 def verdict(lossless: dict[str, Any] | None) -> str:
@@ -145,7 +154,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         return {f"T = {t:g}": [value(found[name, t]) for name in names] for t in temperatures}
 
     def by_place(key: str) -> dict[str, dict[str, Any]]:
-        return {f"T = {t:g}": {name: found[name, t][key] for name in names} for t in temperatures}
+        return {f"T = {t:g}": {name: shares(found[name, t], key) for name in names} for t in temperatures}
 
     pictures = {
         TAU: plots.bars("Accepted length", "tau", names, series(lambda row: row["tau"]), 1.0, "plain decoding"),
@@ -155,7 +164,7 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
         "Share of drafted tokens that were accepted with all before them.": plots.positions(
             "Acceptance by place", "share accepted", by_place("survival")
         ),
-        "The same among rounds in which all tokens before that place were accepted.": plots.positions(
+        f"The same among rounds that kept all tokens before that place, where {FEW} or more did.": plots.positions(
             "Conditional acceptance", "share accepted", by_place("conditional")
         ),
         "How many tokens a round gained.": plots.histogram(

@@ -126,6 +126,10 @@ def test_short_rounds_count_only_where_they_drafted() -> None:
     nobody = Rounds(torch.tensor([[0.0, nan], [2.0, nan]], dtype=torch.float64), torch.tensor([1, 0]))
     found = fit_temperatures(nobody)
     assert found[0] == found[1], "a place that no round reached keeps the one before"
+    rounds = synthetic(2_000)
+    never = Rounds(rounds.logits, rounds.accepted.clamp(max=1))
+    found = fit_temperatures(never)
+    assert found[0] != 1.0 and found[1:] == [found[0]] * 3, "so does one where no token survived"
 
 
 def test_recorded_logits_are_those_that_cut_the_blocks() -> None:

@@ -18,7 +18,7 @@ from specdec_hf.evaluation import Settings, estimate, estimate_text, evaluate, r
 from specdec_hf.loading import Pair, load_pair
 from specdec_hf.prompts import encode, read_conversations
 from specdec_hf.repetition import GRAM, RUN, repeats_from
-from specdec_hf.report import table, verdict, warnings_of
+from specdec_hf.report import shares, table, verdict, warnings_of
 
 runner = CliRunner()
 
@@ -92,9 +92,14 @@ def test_acceptance_by_hand() -> None:
     assert figures["tau"] == 9 / 4
     assert (figures["drafted"], figures["accepted"], figures["rejected"], figures["rate"]) == (10, 5, 5, 0.5)
     assert figures["survival"] == [3 / 4, 1 / 3, 1 / 3]
-    assert figures["conditional"] == [3 / 4, 1 / 2, 1.0]
+    assert figures["conditional"] == [3 / 4, 1 / 2, 1.0] and figures["reached"] == [4, 2, 1]
     assert figures["lengths"] == [0, 1, 2, 0, 1]
     assert acceptance([])["tau"] is None and acceptance([(0, 0, 1)])["rate"] is None
+
+
+def test_a_share_of_few_rounds_is_not_shown() -> None:
+    row = acceptance([(2, 0, 1)] * 11 + [(2, 2, 3)])
+    assert shares(row, "conditional") == [1 / 12, None] and shares(row, "survival") == [1 / 12, 1 / 12]
 
 
 def test_speed_by_hand() -> None:
