@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
-from .default_target import BUNDLED_HEAD, fetch_default_target
 from .generation import enable_speculation, last_speculation
-from .hardware import fast_dtype, processor_name
-from .heads.dspark import DSparkDraftModel
+from .hardware import processor_name
+from .loading import load_pair
 from .provenance import provenance
 
 
@@ -136,21 +134,18 @@ def run_benchmark(
 
     Args:
         target, draft: names or directories; None for the defaults of `specdec demo`.
-        dtype: `"bfloat16"`, `"float32"`, `"float16"`, or `"auto"` (see `fast_dtype`).
+        dtype: `"bfloat16"`, `"float32"`, `"float16"`, or `"auto"` (see `hardware.fast_dtype`).
         contexts, new_tokens, repeats, threads: see `measure`.
         output: JSON file to write, or None.
     """
-    dtype = fast_dtype("cpu") if dtype == "auto" else dtype
-    source = target or fetch_default_target(lambda message: None).path
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
-    head = DSparkDraftModel.from_pretrained(draft or BUNDLED_HEAD, dtype=model.dtype).eval()
-    results = measure(model, head, contexts, new_tokens, repeats, threads)
+    pair = load_pair(target, draft, dtype)
+    results = measure(pair.model, pair.head, contexts, new_tokens, repeats, threads)
     used = threads or torch.get_num_threads()
-    print(f"{type(model).__name__} {model.num_parameters() / 1e6:.0f} M, {dtype}, {used} threads")
+    print(f"{pair.target}, {pair.model.num_parameters() / 1e6:.0f} M parameters, {pair.dtype}, {used} threads")
     print(f"{processor_name()}, torch {torch.__version__}; medians of {repeats} pairs, milliseconds")
     print(table(results))
     if output is not None:
-        write_json(results, output, dtype=dtype, threads=used, repeats=repeats)
+        write_json(results, output, dtype=pair.dtype, threads=used, repeats=repeats)
     return results
 
 

@@ -362,7 +362,7 @@ def run_calibration(
         **result,
         "rule": RULE,
         "provenance": provenance(
-            **asdict(settings), prompts={Path(path).stem: settings.limit for path in data}, dtype=dtype,
+            **asdict(settings), prompts={Path(path).stem: settings.limit for path in data}, dtype=pair.dtype,
             threads=torch.get_num_threads(), bins=BINS,
         ),
     }  # fmt: skip

@@ -74,7 +74,7 @@ def bench(
     draft: Annotated[
         str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Prompt lengths. Default: 128 and 4000.")] = None,
     new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per call.")] = 48,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of calls per context.")] = 5,
@@ -100,7 +100,7 @@ def evaluate(
     draft: Annotated[
         str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = 40,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,
@@ -144,7 +144,7 @@ def calibrate(
     draft: Annotated[
         str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.bfloat16,
+    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
     limit: Annotated[int | None, typer.Option(min=2, help="Prompts of each file.")] = 40,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .default_target import BUNDLED_HEAD, fetch_default_target
-from .hardware import fast_dtype
+from .hardware import processor_name
+from .loading import Pair, check_names, load_pair
 
 if TYPE_CHECKING:
     import torch
 
     from .output import SpeculationStats
 
-DTYPES = ("auto", "bfloat16", "float32", "float16")
 CHECK_TOKENS = 32
 """New tokens a prompt in the float32 comparison: long enough to tell, short enough not to be waited for."""
 CHECK_MAX_PARAMETERS = 1_000_000_000
@@ -76,7 +75,7 @@ def run_demo(
         prompts: user messages; a target without a chat template gets them as they are.
         target: model name or directory; None is SmolLM2-135M-Instruct (see ``default_target``).
         draft: DSpark head for it; None is the bundled one, which fits the default target only.
-        dtype: one of ``DTYPES``, for both models; "auto" is bfloat16 where the processor computes in it, else float32.
+        dtype: one of ``loading.DTYPES``, for both models.
         max_new_tokens: budget a prompt, at least 1.
         threads: CPU threads; None leaves torch's choice.
 
@@ -92,32 +91,19 @@ def run_demo(
         import torch
         import transformers
 
+        from .generation import enable_speculation
+
     if threads is not None:
         torch.set_num_threads(threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto":
-        dtype = fast_dtype(device)
-        if dtype == "float32":
-            _say(
-                "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost as much as its "
-                "tokens one "
-                "by one and nothing could be gained (--dtype bfloat16 shows it)"
-            )
-    if target is None:
-        found = fetch_default_target(_say)
-        target, source = found.path, found.source
-    else:
-        source = target
-    draft = draft or str(BUNDLED_HEAD)
-
-    exact = _check_in_float32(prompts, target, draft, device, min(CHECK_TOKENS, max_new_tokens))
-    model, tokenizer, head = _load(target, draft, getattr(torch, dtype), device)
+    pair = load_pair(target, draft, dtype, _say)
+    model, tokenizer, head = enable_speculation(pair.model), pair.tokenizer, pair.head
+    exact = _check_in_float32(pair, target, draft, prompts, min(CHECK_TOKENS, max_new_tokens))
     _say(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {dtype} on {device}, "
-        f"{torch.get_num_threads()} CPU threads"
+        f"torch {torch.__version__}, transformers {transformers.__version__}, {pair.dtype} on {model.device}, "
+        f"{torch.get_num_threads()} CPU threads, {processor_name()}"
     )
-    _say(f"target: {source}, {model.num_parameters() / 1e6:.0f} M parameters")
-    _say(f"draft:  {_name(draft)}, {head.num_parameters() / 1e6:.1f} M parameters")
+    _say(f"target: {pair.target}, {model.num_parameters() / 1e6:.0f} M parameters")
+    _say(f"draft:  {pair.draft}, {head.num_parameters() / 1e6:.1f} M parameters")
 
     with _step("warming up"):
         for speculative in (False, True):
@@ -126,7 +112,7 @@ def run_demo(
     for number, prompt in enumerate(prompts):
         print(f"\n[{number + 1}/{len(prompts)}] {prompt}")
         runs.append(_run(model, head, tokenizer, prompt, max_new_tokens, draft_first=number % 2 == 1))
-    print("\n" + report(runs, exact, dtype))
+    print("\n" + report(runs, exact, pair.dtype))
     return runs
 
 
@@ -178,32 +164,24 @@ def _check(
 ) -> None:
     if not prompts or not all(isinstance(prompt, str) and prompt.strip() for prompt in prompts):
         raise ValueError(f"prompts is {list(prompts)!r}: it needs at least one text, none of them empty")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: at least 1 token is needed to show anything")
     if threads is not None and threads < 1:
         raise ValueError(f"threads is {threads}: it must be at least 1; leave it out for torch's own choice")
-    if target is not None and draft is None:
-        raise ValueError(
-            f"target is {target!r} without a draft: the bundled head was trained for SmolLM2-135M-Instruct and fits no "
-            "other. Name a DSpark head that belongs to this target with --draft."
-        )
-    if draft is None and not (BUNDLED_HEAD / "config.json").is_file():
-        raise FileNotFoundError(
-            f"this copy of specdec_hf comes without its head ({BUNDLED_HEAD.name} is not in assets/): install from a "
-            "full checkout or wheel, or name a DSpark head with --draft"
-        )
+    check_names(target, draft, dtype)
 
 
-def _check_in_float32(prompts: Sequence[str], target: str, draft: str, device: str, tokens: int) -> str:
+def _check_in_float32(pair: Pair, target: str | None, draft: str | None, prompts: Sequence[str], tokens: int) -> str:
     """Compare both ways token for token where rounding plays no part; a sentence for the report."""
-    import torch
     from tqdm import tqdm
 
-    if (size := _parameters(target)) is None or size > CHECK_MAX_PARAMETERS:
-        return "float32 check: left out, the target is too large to load twice."
-    model, tokenizer, head = _load(target, draft, torch.float32, device)
+    from .generation import enable_speculation
+
+    if pair.dtype != "float32":
+        if pair.model.num_parameters() > CHECK_MAX_PARAMETERS:
+            return "float32 check: left out, the target is too large to load twice."
+        pair = load_pair(target, draft, "float32", _say)
+    model, tokenizer, head = enable_speculation(pair.model), pair.tokenizer, pair.head
     equal = 0
     for prompt in tqdm(prompts, desc="comparing in float32", unit="prompt", leave=False):
         inputs = _encode(tokenizer, prompt, model.device)
@@ -214,32 +192,6 @@ def _check_in_float32(prompts: Sequence[str], target: str, draft: str, device: s
         f"float32 check: FAILED, the tokens differ on {len(prompts) - equal} of {len(prompts)} prompts. That is a bug: "
         "please report it with the prompt and these versions."
     )
-
-
-def _parameters(target: str) -> int | None:
-    """How many parameters ``target`` has by its config, without loading it; None where that can't be told."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target))
-        except (NotImplementedError, RuntimeError):  # a model whose construction computes with real numbers
-            return None
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _load(target: str, draft: str, dtype: torch.dtype, device: str) -> tuple[Any, Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from .generation import enable_speculation
-    from .heads.dspark import DSparkDraftModel
-
-    with _step(f"loading target and draft in {str(dtype).removeprefix('torch.')}"):
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
-        head = DSparkDraftModel.from_pretrained(draft, dtype=dtype).to(device).eval()
-    return enable_speculation(model), tokenizer, head
 
 
 def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
@@ -285,10 +237,6 @@ def _same(run: Run) -> str:
     pairs = zip(run.plain_tokens, run.draft_tokens, strict=False)
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(run.plain_tokens), len(run.draft_tokens)))
     return f"the first {first}"
-
-
-def _name(draft: str) -> str:
-    return f"{BUNDLED_HEAD.name}, which comes with the package" if draft == str(BUNDLED_HEAD) else draft
 
 
 def _say(message: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from .default_target import BUNDLED_HEAD, fetch_default_target
+from .hardware import fast_dtype
 
-DTYPES = ("bfloat16", "float32", "float16")
+DTYPES = ("auto", "bfloat16", "float32", "float16")
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Pair:
         model, tokenizer, head: the target (speculation not yet enabled), its tokenizer, its `DSparkDraftModel`.
         target, draft: names for a person.
         draft_source: what the head was loaded from.
+        dtype: the number type of both, as chosen where "auto" was asked for.
     """
 
     model: Any
@@ -26,19 +29,15 @@ class Pair:
     target: str
     draft: str
     draft_source: str
+    dtype: str
 
 
-def load_pair(target: str | None, draft: str | None, dtype: str = "bfloat16") -> Pair:
-    """Load a target and its head; on the GPU if there is one.
-
-    Args:
-        target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
-        draft: DSpark head for it; None is the bundled one, which fits the default target only.
-        dtype: one of ``DTYPES``.
+def check_names(target: str | None, draft: str | None, dtype: str) -> None:
+    """Refuse what `load_pair` could not load, before anything is imported or fetched.
 
     Raises:
         ValueError: a dtype that is not known, or ``target`` without ``draft``.
-        OSError: not found.
+        FileNotFoundError: the bundled head is asked for and not there.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}")
@@ -52,20 +51,47 @@ def load_pair(target: str | None, draft: str | None, dtype: str = "bfloat16") ->
             f"this copy of specdec_hf comes without its head ({BUNDLED_HEAD.name} is not in assets/): install from a "
             "full checkout or wheel, or name a DSpark head with --draft"
         )
+
+
+def load_pair(
+    target: str | None, draft: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None
+) -> Pair:
+    """Load a target and its head; on the GPU if there is one.
+
+    Args:
+        target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
+        draft: DSpark head for it; None is the bundled one, which fits the default target only.
+        dtype: one of ``DTYPES``; "auto" is bfloat16 where the processor computes in it, else float32 (see `hardware`).
+        say: is told, in sentences, what takes time and what was chosen.
+
+    Raises:
+        ValueError: a dtype that is not known, or ``target`` without ``draft``.
+        OSError: not found.
+    """
+    check_names(target, draft, dtype)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .heads.dspark import DSparkDraftModel
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = fast_dtype(device)
+        if dtype == "float32":
+            say(
+                "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost nearly as much as "
+                "its tokens one by one and hardly anything could be gained (--dtype bfloat16 shows it)"
+            )
     source, name = target, target
     if source is None:
-        found = fetch_default_target()
+        found = fetch_default_target(say)
         source, name = found.path, found.source
     assert name is not None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    say(f"loading target and draft in {dtype} ...")
     number_type = getattr(torch, dtype)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=number_type).to(device).eval()
     where = draft or str(BUNDLED_HEAD)
     head = DSparkDraftModel.from_pretrained(where, dtype=number_type).to(device).eval()
-    return Pair(model, tokenizer, head, name, draft or f"{BUNDLED_HEAD.name} (bundled)", where)
+    draft_name = draft or f"{BUNDLED_HEAD.name}, which comes with the package"
+    return Pair(model, tokenizer, head, name, draft_name, where, dtype)

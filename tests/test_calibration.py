@@ -54,7 +54,7 @@ def tiny_pair(**head_fields: Any) -> Pair:
     head = DSparkDraftModel(DSparkConfig.for_target(target.config, **fields)).eval()
     if head.confidence_head is not None:
         torch.nn.init.normal_(head.confidence_head.proj.weight)
-    return Pair(target, make_tokenizer(), head, "tiny target", "tiny head", "")
+    return Pair(target, make_tokenizer(), head, "tiny target", "tiny head", "", "float32")
 
 
 def test_known_bias_goes_below_one_percent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specdec_hf import __version__, cli, default_target, demo
+from specdec_hf import __version__, cli, default_target, demo, loading
 
 runner = CliRunner()
 
@@ -67,7 +67,7 @@ def test_demo_refuses_with_value_and_rule(change: dict[str, Any], message: str) 
 
 
 def test_demo_without_its_head_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo, "BUNDLED_HEAD", tmp_path / "smollm2-135m-dspark")
+    monkeypatch.setattr(loading, "BUNDLED_HEAD", tmp_path / "smollm2-135m-dspark")
     with pytest.raises(FileNotFoundError, match="--draft"):
         demo.run_demo()
 

@@ -28,7 +28,7 @@ def tiny_pair(dtype: torch.dtype = torch.float32, **head_fields: Any) -> Pair:
     torch.manual_seed(0)
     fields = {"num_hidden_layers": 1, "block_size": 3, "markov_rank": 4, "target_layer_ids": [0], **head_fields}
     head = DSparkDraftModel(DSparkConfig.for_target(target.config, **fields)).to(dtype).eval()
-    return Pair(target, make_tokenizer(), head, "tiny target", "tiny head", "")
+    return Pair(target, make_tokenizer(), head, "tiny target", "tiny head", "", "float32")
 
 
 @pytest.fixture
