@@ -21,8 +21,10 @@ _WHERE = {
     "enable_speculation": "generation",
     "install": "generation",
     "last_speculation": "generation",
+    "pack_linears": "packing",
     "speculative_decoding": "generation",
     "uninstall": "generation",
+    "unpack_linears": "packing",
 }
 
 __all__ = ["__version__", *_WHERE]
@@ -40,6 +42,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .heads.dspark import DSparkDraftModel as DSparkDraftModel
     from .options import SpeculativeConfig as SpeculativeConfig
     from .output import SpeculationStats as SpeculationStats
+    from .packing import pack_linears as pack_linears
+    from .packing import unpack_linears as unpack_linears
 
 
 def __getattr__(name: str) -> Any:

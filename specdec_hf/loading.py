@@ -56,7 +56,7 @@ def check_names(target: str | None, draft: str | None, dtype: str) -> None:
 def load_pair(
     target: str | None, draft: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None
 ) -> Pair:
-    """Load a target and its head; on the GPU if there is one.
+    """Load a target and its head; on the GPU if there is one. On the CPU in float32, `pack_linears` both.
 
     Args:
         target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
@@ -73,6 +73,7 @@ def load_pair(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .heads.dspark import DSparkDraftModel
+    from .packing import pack_linears
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
@@ -93,5 +94,9 @@ def load_pair(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=number_type).to(device).eval()
     where = draft or str(BUNDLED_HEAD)
     head = DSparkDraftModel.from_pretrained(where, dtype=number_type).to(device).eval()
+    if device == "cpu" and dtype == "float32" and (size := pack_linears(model) + pack_linears(head)):
+        say(
+            f"linear layers are packed for blocks of tokens: {size / 2**20:.0f} MB more memory (see specdec_hf.packing)"
+        )
     draft_name = draft or f"{BUNDLED_HEAD.name}, which comes with the package"
     return Pair(model, tokenizer, head, name, draft_name, where, dtype)

@@ -20,6 +20,7 @@ RANKS = {
     "_hf": 0,
     "coupling": 0,
     "hardware": 0,
+    "packing": 0,
     "heads": 0,
     "output": 0,
     "plots": 0,

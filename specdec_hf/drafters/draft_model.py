@@ -170,7 +170,7 @@ class DraftModelDrafter(Drafter):
         return kwargs
 
     def _readable(self, ids: Tensor) -> Tensor:
-        """Token ids on the draft's device; ids that only the target's larger (padded) vocabulary has become the last."""
+        """Token ids on the draft's device; ids that only the target's padded vocabulary has become the last."""
         ids = ids.to(self._model.device)
         return ids.clamp(max=self._vocab_size - 1) if self._narrower else ids
 
