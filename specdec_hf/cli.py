@@ -167,6 +167,20 @@ def calibrate(
 add_commands(app)
 
 
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="YAML file of a recipe, e.g. configs/smollm2-135m.yaml.")],
+    output: Annotated[
+        Path, typer.Argument(help="Directory for texts, checkpoints and the head. Resumes what it holds.")
+    ],
+) -> None:
+    """Carry out a training recipe: the target answers prompts, a head is trained on the answers."""
+    from .training.recipe import run
+
+    for name, value in run(recipe, output, lambda line: typer.echo(line, err=True)).items():
+        typer.echo(f"{name}: {value}")
+
+
 def main() -> None:
     """Entry point of the ``specdec`` command. What a user got wrong ends in one line and exit status 2."""
     try:

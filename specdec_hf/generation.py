@@ -247,12 +247,14 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
     if kwargs.get("synced_gpus"):
         raise ValueError(
             "synced_gpus=True cannot be combined with speculative decoding: ranks accept different numbers of tokens, "
-            "so their "
-            "forwards would not match. Leave out synced_gpus (no ZeRO-3 / FSDP sharded generation) or the assistant."
+            "so their forwards would not match. Leave out synced_gpus (no ZeRO-3 / FSDP sharded generation) or the "
+            "assistant."
         )
-    for name, what in (("use_model_defaults", None), ("negative_prompt_ids", "classifier-free guidance")):
-        if what and kwargs.get(name) is not None and kwargs.get("guidance_scale") in (None, 1):
-            raise ValueError(f"{name} asks for {what} but guidance_scale is not set: pass guidance_scale > 1.")
+    if kwargs.get("cache_implementation") == "paged":
+        raise ValueError(
+            "cache_implementation='paged' switches transformers to continuous batching, which does not speculate. "
+            "Leave it out (batches are handled by the loop), or leave out the assistant."
+        )
 
 
 _CLASSES: dict[type, type] = {}

@@ -315,3 +315,11 @@ def test_without_a_strategy_the_hook_refuses_at_once():
 def test_enable_speculation_on_something_else():
     message = message_of(TypeError, lambda: enable_speculation(torch.nn.Linear(2, 2)))
     assert "Linear" in message and "generate()" in message and "AutoModelForCausalLM" in message
+
+
+def test_a_paged_cache_is_refused_before_transformers_takes_the_call_away() -> None:
+    target = make_target("llama")
+    enable_speculation(target)
+    head = DSparkDraftModel(DSparkConfig.for_target(target.config, block_size=3, num_hidden_layers=1)).eval()
+    with pytest.raises(ValueError, match=r"cache_implementation='paged'.*Leave it out"):
+        target.generate(torch.tensor([[3, 4]]), assistant_model=head, cache_implementation="paged", max_new_tokens=2)
