@@ -16,17 +16,17 @@ from specdec_hf import drafters, last_speculation
 
 TESTS = Path(__file__).parent.parent
 WHERE = {
-    "end-of-sequence in mid-block": "contract/test_stopping.py::test_end_of_sequence_at_any_place_of_a_block",
-    "stop string in mid-block": "contract/test_stopping.py::test_stop_strings",
-    "stop string without a tokenizer": "contract/test_stopping.py::test_stop_strings_without_a_tokenizer_are_refused",
-    "more tokens than asked for": "contract/test_stopping.py::test_never_more_than_the_budget",
-    "no end-of-sequence id": "contract/test_stopping.py::test_no_end_of_sequence_id_at_all",
+    "end-of-sequence in mid-block": "contract/test_stops.py::test_end_of_sequence_at_any_place_of_a_block",
+    "stop string in mid-block": "contract/test_stops.py::test_stop_strings",
+    "stop string without a tokenizer": "contract/test_stops.py::test_stop_strings_without_a_tokenizer_are_refused",
+    "more tokens than asked for": "contract/test_stops.py::test_never_more_than_the_budget",
+    "no end-of-sequence id": "contract/test_stops.py::test_no_end_of_sequence_id_at_all",
     "end-of-sequence copied from the prompt": (
-        "contract/test_stopping.py::test_end_of_sequence_ids_inside_the_prompt_do_not_stop"
+        "contract/test_stops.py::test_end_of_sequence_ids_inside_the_prompt_do_not_stop"
     ),
-    "streamers get whole blocks": "contract/test_stopping.py::test_streamers_get_what_plain_gives_them",
+    "streamers get whole blocks": "contract/test_stops.py::test_streamers_get_what_plain_gives_them",
     "greedy text differs from plain": "contract/test_greedy_equality.py::test_tokens_equal_plain_generate",
-    "processors see rejected tokens": "contract/test_stopping.py::test_a_processor_with_state_sees_what_plain_shows_it",
+    "processors see rejected tokens": "contract/test_stops.py::test_a_processor_with_state_sees_what_plain_shows_it",
     "tuples of another length": "contract/test_outputs.py::test_same_class_lengths_shapes_and_values",
     "beams ignored in silence": "contract/test_routes.py::test_other_ways_of_decoding_are_refused",
     "several answers a prompt": "contract/test_inputs.py::test_several_answers_a_prompt",
