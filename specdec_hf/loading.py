@@ -56,7 +56,7 @@ def check_names(target: str | None, draft: str | None, dtype: str) -> None:
 def load_pair(
     target: str | None, draft: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None
 ) -> Pair:
-    """Load a target and its head; on the GPU if there is one. On the CPU in float32, `pack_linears` both.
+    """Load a target and its head; on the GPU if there is one. On the CPU, `pack_linears` both.
 
     Args:
         target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
@@ -94,7 +94,7 @@ def load_pair(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=number_type).to(device).eval()
     where = draft or str(BUNDLED_HEAD)
     head = DSparkDraftModel.from_pretrained(where, dtype=number_type).to(device).eval()
-    if device == "cpu" and dtype == "float32" and (size := pack_linears(model) + pack_linears(head)):
+    if device == "cpu" and (size := pack_linears(model) + pack_linears(head)):
         say(
             f"linear layers are packed for blocks of tokens: {size / 2**20:.0f} MB more memory (see specdec_hf.packing)"
         )

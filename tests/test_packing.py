@@ -48,8 +48,23 @@ def test_gradients_and_other_types_go_the_usual_way() -> None:
     _, layer = packed_layer()
     layer(torch.randn(4, 32)).sum().backward()
     assert layer.weight.grad is not None and layer.forward.packed is None
-    half = nn.Linear(32, 48).bfloat16()
-    assert packing.pack_linears(half) == 0 and "forward" not in half.__dict__
+    double = nn.Linear(32, 48).double()
+    assert packing.pack_linears(double) == 0 and "forward" not in double.__dict__
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+def test_bfloat16_is_packed_only_where_it_is_emulated(monkeypatch: pytest.MonkeyPatch, emulates: bool) -> None:
+    monkeypatch.setattr(packing, "_emulates_bfloat16", lambda: emulates)
+    layer = nn.Linear(32, 48).bfloat16()
+    plain = copy.deepcopy(layer)
+    assert packing.pack_linears(layer) == (32 * 48 * 4 if emulates else 0)
+    inputs = torch.randn(4, 32).bfloat16()
+    with torch.no_grad():
+        result, expected = layer(inputs), plain(inputs)
+        exact = plain.float()(inputs.float())
+    assert result.dtype == torch.bfloat16 and torch.allclose(result.float(), expected.float(), atol=0.03)
+    # one rounding, of the result: no worse than the emulated product
+    assert (result.float() - exact).abs().max() <= (expected.float() - exact).abs().max() + 1e-3
 
 
 def test_unpacking_leaves_no_trace_and_copies_stand_alone() -> None:
