@@ -66,7 +66,8 @@ class SpeculativeConfig:
         draft_top_k: compute the Markov bias on the k most likely base logits of each slot only, and draft from exactly
             those (saves time with large vocabularies); None = the head's own setting.
         generator: random numbers for sampling: a `torch.Generator`, or a list with one per row, which makes each row's
-            text independent of its neighbours; None = torch's global stream.
+            text independent of its neighbours (unless rows must advance level, see decoding.py: then the distribution
+            is exact, but where a row is cut depends on them); None = torch's global stream.
 
     Raises:
         ValueError, TypeError: a field out of its range.
