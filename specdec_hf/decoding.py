@@ -273,23 +273,24 @@ class _Decoder:
             noisy = scores if draws.noise is None else scores + draws.noise[:, : width + 1]
             choices = noisy.argmax(dim=-1)
             verdict = verify_greedy(choices, proposal)
-            broken = scores.gather(2, choices[:, :, None]).isnan().flatten(1).any(dim=1)
+            broken = scores.gather(2, choices[:, :, None]).isnan().squeeze(2)
         else:
             probs = scores.softmax(dim=-1)
             verdict = verify_sampled(probs, proposal, _accept_numbers(draws.uniforms, width))
-            broken = probs[:, :, 0].isnan().any(dim=1)
-        columns = (verdict.accepted[:, None], proposal.tokens, verdict.next_tokens[:, None], broken[:, None].long())
+            broken = probs[:, :, 0].isnan()
+        sound = (~broken).long().cumprod(dim=1).sum(dim=1)  # places before the first NaN; plain decoding may end there
+        columns = (verdict.accepted[:, None], proposal.tokens, verdict.next_tokens[:, None], sound[:, None])
         host = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
         starts = torch.tensor(self.lengths, device=self.ids.device)
         rows = torch.arange(len(host), device=self.ids.device)
         self.ids[rows, starts + verdict.accepted] = verdict.next_tokens
-        for row, (accepted, *drafted, following, nan) in enumerate(host):
+        for row, (accepted, *drafted, following, sound_places) in enumerate(host):
             if self.ended[row]:
                 continue
-            if nan:
-                raise ValueError(_nan_message(self.call.model, self.lengths[row]))
             new = [*drafted[:accepted], following]
             kept, self.ended[row] = self.rules.judge(self.ids, row, self.lengths[row], new)
+            if kept > sound_places:
+                raise ValueError(_nan_message(self.call.model, self.lengths[row] + sound_places))
             for place in range(kept):
                 self._keep_outputs(outputs, row, place, scores, raw, block_end)
             self._stream(new[:kept])

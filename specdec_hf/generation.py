@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -66,23 +65,34 @@ class SpeculativeDecoding:
             "assistant_confidence_threshold": assistant_confidence_threshold,
             "max_matching_ngram_size": max_matching_ngram_size,
         }
-        prepared = knobs_of_prepared(generation_config)
-        knobs = {name: prepared[name] if value is None else value for name, value in given.items()}
-        config = resolve(self.head, self.config, None, generator, knobs)
-        refuse_unsupported(model, generation_config, input_ids)
-        if stop_strings is not None:
-            stopping_criteria = self._with_stop_strings(stopping_criteria, stop_strings)
+        config = resolve(self.head, self.config, None, generator, given, knobs_of_prepared(generation_config))
         call = Call(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, self.streamer
-        )  # fmt: skip
+        )
+        return self.decode(call, config, stop_strings)
+
+    def decode(self, call: Call, config: SpeculativeConfig, stop_strings: Any = None, inherited: bool = False) -> Any:
+        """Decode one prepared call as `config` says.
+
+        Args:
+            stop_strings: as in `generate`; None = none.
+            inherited: the number of drafted tokens is a default of the model's own, so too large a one is no mistake of
+                the caller's and is cut to what the drafter can.
+        """
+        model = call.model
+        setattr(model, _LAST, None)  # a call that fails leaves no figures of the one before
+        refuse_unsupported(model, call.generation_config, call.input_ids)
+        if stop_strings is not None:
+            call.stopping_criteria = self._with_stop_strings(call.stopping_criteria, stop_strings)
         drafter = drafters.resolve(config, self.head, model)
-        if config.num_assistant_tokens is not None and config.num_assistant_tokens > drafter.max_tokens:
+        tokens = config.num_assistant_tokens
+        if tokens is not None and tokens > drafter.max_tokens and not inherited:
             raise ValueError(
-                f"num_assistant_tokens={config.num_assistant_tokens} is more than this {config.strategy} assistant can "
-                "draft "
-                f"in a round: pass at most {drafter.max_tokens}, or leave it out for that many."
+                f"num_assistant_tokens={tokens} is more than this {config.strategy} assistant can draft in a round: "
+                f"pass at "
+                f"most {drafter.max_tokens}, or leave it out for that many."
             )
-        reason = plain_reason(model_kwargs)
+        reason = plain_reason(call.model_kwargs)
         if reason is not None:
             return self._plain(call, config, reason)
         result, stats = decode(call, drafter, config)
@@ -201,46 +211,76 @@ class SpeculativeGenerationMixin(_hf.GenerationMixin):
 
 def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Send one call of `generate` into the loop if it asks for speculation, else to transformers as it is."""
+    kwargs = _named(args, kwargs)
     head = kwargs.get("assistant_model")
     wish = {name: kwargs.pop(name, None) for name in ("speculative", "assistant_strategy")}
-    wanted = any(value not in (None, False) for value in wish.values()) or strategy_of(head) is not None
-    if not wanted or wish["speculative"] is False or kwargs.get("custom_generate") is not None:
-        if strategy_of(head) is not None and kwargs.get("custom_generate") is None:
+    asked = any(value not in (None, False) for value in wish.values())
+    if kwargs.get("custom_generate") is not None:
+        if asked:
+            raise ValueError(
+                f"speculative={wish['speculative'] or wish['assistant_strategy']!r} and custom_generate are two ways "
+                f"to "
+                "decode: pass one of them."
+            )
+        return plain_generate(**kwargs)
+    if wish["speculative"] is False or not (asked or strategy_of(head) is not None):
+        if strategy_of(head) is not None:
             kwargs.pop("assistant_model")  # speculative=False: one of our heads means nothing to transformers
-        return plain_generate(*args, **kwargs)
+        return plain_generate(**kwargs)
     _refuse_arguments(kwargs)
-    kwargs.pop("assistant_model", None)
-    streamer, tokenizer = kwargs.get("streamer"), kwargs.pop("tokenizer", None)
-    kwargs.pop("assistant_tokenizer", None)
-    generation_config = kwargs.get("generation_config", args[1] if len(args) > 1 else None)
-    sources = [generation_config, model.generation_config]
-    knobs = {name: user_set(name, kwargs, sources) for name in KNOBS}
-    config = resolve(head, wish["speculative"], wish["assistant_strategy"], kwargs.pop("generator", None), knobs)
-    stop_strings = user_set("stop_strings", kwargs, sources)
-    if stop_strings is not None:
-        # Taken out of every configuration and handed to the loop: the hook drops the tokenizer that they need.
-        kwargs["stop_strings"] = stop_strings
-        if generation_config is not None and generation_config.stop_strings is not None:
-            generation_config = copy.copy(generation_config)
-            generation_config.stop_strings = None
-            args, kwargs["generation_config"] = args[:1], generation_config
-    loop = SpeculativeDecoding(head, config, tokenizer=tokenizer, streamer=streamer)
-    with _without_stop_strings(model, stop_strings is not None):
-        return plain_generate(*args, custom_generate=loop, **kwargs)
+    for name in ("assistant_model", "assistant_tokenizer"):
+        kwargs.pop(name, None)
+    own, given = model.generation_config, kwargs.get("generation_config")
+    stop_strings = user_set("stop_strings", kwargs, [given, own])
+    knobs = {name: kwargs.pop(name, None) for name in KNOBS}
+    defaults = {name: user_set(name, {}, [given, own]) for name in KNOBS}
+    config = resolve(
+        head, wish["speculative"], wish["assistant_strategy"], kwargs.pop("generator", None), knobs, defaults
+    )
+    said = resolve(head, wish["speculative"], wish["assistant_strategy"], None, knobs, {})
+    inherited = said.num_assistant_tokens is None and user_set("num_assistant_tokens", {}, [given]) is None
+    loop = SpeculativeDecoding(head, config, tokenizer=kwargs.pop("tokenizer", None), streamer=kwargs.get("streamer"))
+    _take_stop_strings(kwargs, given, own)
+
+    def method(
+        model: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        call = Call(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, loop.streamer
+        )
+        return loop.decode(call, config, stop_strings, inherited)
+
+    return plain_generate(custom_generate=method, **kwargs)
 
 
-@contextmanager
-def _without_stop_strings(model: Any, needed: bool) -> Iterator[None]:
-    """Hide stop strings of the model's own generation_config, which cannot be unset by an argument."""
-    own = model.generation_config.stop_strings
-    if not needed or own is None:
-        yield
-        return
-    model.generation_config.stop_strings = None
-    try:
-        yield
-    finally:
-        model.generation_config.stop_strings = own
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a `generate` call by name, so that none is overlooked for having come by position."""
+    names = list(inspect.signature(_hf.GenerationMixin.generate).parameters)[1:]
+    given = dict(zip(names, args, strict=False))
+    if len(args) > len(names) or given.keys() & kwargs.keys():
+        raise TypeError(
+            f"generate() got {len(args)} arguments by position, {sorted(given.keys() & kwargs.keys())} twice: name "
+            f"them."
+        )
+    return {**given, **kwargs}
+
+
+def _take_stop_strings(kwargs: dict[str, Any], given: Any, own: Any) -> None:
+    """Take stop strings out of the arguments: the hook drops the tokenizer that they need, so the loop has them.
+
+    An argument None is applied last of all and unsets those of the model's own configuration, which stays untouched.
+    """
+    kwargs.pop("stop_strings", None)
+    if given is not None and given.stop_strings is not None:
+        kwargs["generation_config"] = given = copy.copy(given)
+        given.stop_strings = None
+    if own.stop_strings is not None:
+        kwargs["stop_strings"] = None
 
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:

@@ -168,16 +168,22 @@ def strategy_of(head: Any) -> str | None:
 
 
 def resolve(
-    head: Any, speculative: Any, assistant_strategy: Any, generator: Any, knobs: dict[str, Any]
+    head: Any,
+    speculative: Any,
+    assistant_strategy: Any,
+    generator: Any,
+    knobs: dict[str, Any],
+    defaults: dict[str, Any] | None = None,
 ) -> SpeculativeConfig:
-    """Merge what the user said, in this order: call arguments, the `SpeculativeConfig` passed, the head.
+    """Merge what the user said, in this order: call arguments, the `SpeculativeConfig`, stored defaults, the head.
 
     Args:
         head: the assistant, or None.
         speculative: `"name"`, a `SpeculativeConfig`, True (= the head's strategy), or None.
         assistant_strategy: exact alias of `speculative`.
         generator: see `SpeculativeConfig`.
-        knobs: `KNOBS` that the user really set.
+        knobs: `KNOBS` given in the call itself.
+        defaults: `KNOBS` from a GenerationConfig; they count where neither the call nor the config says anything.
 
     Raises:
         TypeError: `speculative` is of another type.
@@ -200,7 +206,8 @@ def resolve(
         raise TypeError(
             f"speculative={wish!r} is a {type(wish).__name__}: pass a strategy's name or a SpeculativeConfig."
         )
-    updates = {name: value for name, value in knobs.items() if value is not None}
+    updates = {name: value for name, value in (defaults or {}).items() if getattr(config, name) is None}
+    updates |= {name: value for name, value in knobs.items() if value is not None}
     if generator is not None:
         updates["generator"] = generator
     strategy = config.strategy or strategy_of(head)
