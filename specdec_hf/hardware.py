@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -48,6 +49,20 @@ def block_cost(dtype: str, rows: int = _ROWS) -> float:
     return seconds(rows) / seconds(1)
 
 
-def fast_dtype(device: str) -> str:
-    """The number type to decode in: bfloat16, or float32 on a CPU that only emulates bfloat16 (see `block_cost`)."""
-    return "float32" if device == "cpu" and block_cost("bfloat16") > _SLOW else "bfloat16"
+@functools.cache
+def emulates_bfloat16() -> bool:
+    """Whether this processor only emulates bfloat16, so that a block costs nearly as much as its tokens one by one."""
+    return block_cost("bfloat16") > _SLOW
+
+
+def fast_dtype(device: str, packed: bool = False) -> str:
+    """The number type to decode in.
+
+    Args:
+        device: `"cpu"`, `"cuda"`, ...
+        packed: whether linear layers will be packed for blocks (see packing.py), which does without emulation.
+
+    Returns:
+        `"bfloat16"`, or `"float32"` on a CPU that would have to emulate bfloat16 blocks.
+    """
+    return "float32" if device == "cpu" and not packed and emulates_bfloat16() else "bfloat16"

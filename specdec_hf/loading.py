@@ -61,7 +61,8 @@ def load_pair(
     Args:
         target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
         draft: DSpark head for it; None is the bundled one, which fits the default target only.
-        dtype: one of ``DTYPES``; "auto" is bfloat16 where the processor computes in it, else float32 (see `hardware`).
+        dtype: one of ``DTYPES``; "auto" is bfloat16, or float32 on a CPU where neither arithmetic nor packing makes
+            bfloat16 blocks cheap (see `hardware.fast_dtype`).
         say: is told, in sentences, what takes time and what was chosen.
 
     Raises:
@@ -73,11 +74,11 @@ def load_pair(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from .heads.dspark import DSparkDraftModel
-    from .packing import pack_linears
+    from .packing import pack_linears, packs_bfloat16
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
-        dtype = fast_dtype(device)
+        dtype = fast_dtype(device, packed=packs_bfloat16())
         if dtype == "float32":
             say(
                 "float32: this processor has no bfloat16 arithmetic, so a block of tokens would cost nearly as much as "

@@ -11,7 +11,7 @@ import torch
 
 from specdec_hf import DSparkConfig, DSparkDraftModel
 from specdec_hf.benchmark import RoundCost, measure, table, write_json
-from specdec_hf.hardware import block_cost, fast_dtype, processor_name
+from specdec_hf.hardware import block_cost, emulates_bfloat16, fast_dtype, processor_name
 
 
 def test_measure_reports_every_context(tiny_target: Any) -> None:
@@ -46,7 +46,9 @@ def test_json_says_where_the_figures_come_from(tmp_path: Path) -> None:
 
 def test_the_number_type_follows_what_a_block_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.3 < block_cost("float32", rows=2) < 20  # a ratio of two timings, not a time
-    monkeypatch.setattr("specdec_hf.hardware.block_cost", lambda dtype: 7.5)
-    assert fast_dtype("cpu") == "float32" and fast_dtype("cuda") == "bfloat16"
-    monkeypatch.setattr("specdec_hf.hardware.block_cost", lambda dtype: 1.3)
-    assert fast_dtype("cpu") == "bfloat16"
+    for cost, dtype in ((7.5, "float32"), (1.3, "bfloat16")):
+        monkeypatch.setattr("specdec_hf.hardware.block_cost", lambda dtype, cost=cost: cost)
+        emulates_bfloat16.cache_clear()
+        assert fast_dtype("cpu") == dtype and fast_dtype("cuda") == "bfloat16"
+        assert fast_dtype("cpu", packed=True) == "bfloat16"
+    emulates_bfloat16.cache_clear()

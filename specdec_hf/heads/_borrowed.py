@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..packing import is_packed, pack_linears
+
 
 class BorrowedTarget:
     """Calls into a target's embedding and lm_head modules.
@@ -22,7 +24,7 @@ class BorrowedTarget:
 
     def __init__(self, target: nn.Module) -> None:
         self._target = weakref.ref(target)
-        self._rows: tuple[Any, torch.Tensor, torch.Tensor | None] | None = None
+        self._rows: tuple[Any, nn.Linear] | None = None
 
     def is_target(self, target: nn.Module) -> bool:
         """Whether this is the target bound already."""
@@ -57,21 +59,24 @@ class BorrowedTarget:
             dtype, device = weight.dtype, weight.device
             plain = type(weight) is nn.Parameter and not hasattr(module, "_hf_hook")  # accelerate's hooks swap weights
             if d2t is not None and plain and isinstance(module, nn.Linear) and type(module) is nn.Linear:
-                return nn.functional.linear(hidden, *self._gathered(module, weight, d2t, hidden))
+                return self._gathered(module, weight, d2t, hidden)(hidden)
         logits = module(hidden.to(device, dtype))
         return logits if d2t is None else logits.index_select(-1, _draft_ids(d2t).to(logits.device))
 
-    def _gathered(
-        self, module: nn.Linear, weight: torch.Tensor, d2t: torch.Tensor, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gathered(self, module: nn.Linear, weight: torch.Tensor, d2t: torch.Tensor, like: torch.Tensor) -> nn.Linear:
         parts = [tensor for tensor in (weight, module.bias, d2t) if tensor is not None]
         state = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in parts]
-        key = (*state, like.dtype, like.device)
+        key = (*state, like.dtype, like.device, is_packed(module))
         if self._rows is None or self._rows[0] != key:
             ids = _draft_ids(d2t).to(weight.device)
             taken = [part.detach().index_select(0, ids).to(like.device, like.dtype) for part in parts[:-1]]
-            self._rows = (key, taken[0], taken[1] if len(taken) > 1 else None)
-        return self._rows[1], self._rows[2]
+            rows = nn.Linear(taken[0].shape[1], taken[0].shape[0], bias=len(taken) > 1, device="meta")
+            for name, part in zip(("weight", "bias"), taken, strict=False):
+                setattr(rows, name, nn.Parameter(part, requires_grad=False))
+            if is_packed(module):
+                pack_linears(rows)
+            self._rows = (key, rows)
+        return self._rows[1]
 
 
 def _draft_ids(d2t: torch.Tensor) -> torch.Tensor:
