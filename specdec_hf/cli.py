@@ -89,6 +89,31 @@ def bench(
     run_benchmark(target, draft, dtype.value, context or [128, 4000], new_tokens, repeats, threads, output)
 
 
+@app.command()
+def compare(
+    ways: Annotated[
+        list[str],
+        typer.Argument(
+            help="NAME or NAME=HEAD: a strategy with its head or draft model (dspark=bundled, prompt_lookup, "
+            "draft_model=DIR, ...), or transformers' own: transformers_assisted=DIR, transformers_lookup."
+        ),
+    ],
+    data: Annotated[list[Path], typer.Option(help="JSONL prompts; several allowed.")],
+    target: Annotated[
+        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="Number type of all models.")] = DType.auto,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 128,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this file.")] = None,
+) -> None:
+    """Compare ways to draft with each other, with plain decoding and with transformers' own, in one run."""
+    from .comparison import run_comparison
+
+    typer.echo(run_comparison(data, ways, target, dtype.value, limit, max_new_tokens, threads, output))
+
+
 @app.command("eval")
 def evaluate(
     data: Annotated[

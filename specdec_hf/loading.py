@@ -53,27 +53,31 @@ def check_names(target: str | None, draft: str | None, dtype: str) -> None:
         )
 
 
-def load_pair(
-    target: str | None, draft: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None
-) -> Pair:
-    """Load a target and its head; on the GPU if there is one. On the CPU, `pack_linears` both.
+@dataclass(frozen=True)
+class Target:
+    """A target alone: what `Pair` says of it."""
+
+    model: Any
+    tokenizer: Any
+    name: str
+    dtype: str
+
+
+def load_target(target: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None) -> Target:
+    """Load a target, on the GPU if there is one. On the CPU, `pack_linears` it.
 
     Args:
         target: model name or directory; None is SmolLM2-135M-Instruct (see `default_target`).
-        draft: DSpark head for it; None is the bundled one, which fits the default target only.
         dtype: one of ``DTYPES``; "auto" is bfloat16, or float32 on a CPU where neither arithmetic nor packing makes
             bfloat16 blocks cheap (see `hardware.fast_dtype`).
         say: is told, in sentences, what takes time and what was chosen.
 
     Raises:
-        ValueError: a dtype that is not known, or ``target`` without ``draft``.
         OSError: not found.
     """
-    check_names(target, draft, dtype)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .heads.dspark import DSparkDraftModel
     from .packing import pack_linears, packs_bfloat16
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,15 +93,38 @@ def load_pair(
         found = fetch_default_target(say)
         source, name = found.path, found.source
     assert name is not None
-    say(f"loading target and draft in {dtype} ...")
-    number_type = getattr(torch, dtype)
+    say(f"loading the target in {dtype} ...")
     tokenizer = AutoTokenizer.from_pretrained(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=number_type).to(device).eval()
-    where = draft or str(BUNDLED_HEAD)
-    head = DSparkDraftModel.from_pretrained(where, dtype=number_type).to(device).eval()
-    if device == "cpu" and (size := pack_linears(model) + pack_linears(head)):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).to(device).eval()
+    if device == "cpu" and (size := pack_linears(model)):
         say(
             f"linear layers are packed for blocks of tokens: {size / 2**20:.0f} MB more memory (see specdec_hf.packing)"
         )
+    return Target(model, tokenizer, name, dtype)
+
+
+def load_pair(
+    target: str | None, draft: str | None, dtype: str = "auto", say: Callable[[str], None] = lambda message: None
+) -> Pair:
+    """Load a target (see `load_target`) and its head, in its dtype and on its device.
+
+    Args:
+        target, dtype, say: see `load_target`.
+        draft: DSpark head for it; None is the bundled one, which fits the default target only.
+
+    Raises:
+        ValueError: a dtype that is not known, or ``target`` without ``draft``.
+        OSError: not found.
+    """
+    check_names(target, draft, dtype)
+    from .heads.dspark import DSparkDraftModel
+    from .packing import pack_linears
+
+    loaded = load_target(target, dtype, say)
+    model = loaded.model
+    where = draft or str(BUNDLED_HEAD)
+    head = DSparkDraftModel.from_pretrained(where, dtype=model.dtype).to(model.device).eval()
+    if model.device.type == "cpu":
+        pack_linears(head)
     draft_name = draft or f"{BUNDLED_HEAD.name}, which comes with the package"
-    return Pair(model, tokenizer, head, name, draft_name, where, dtype)
+    return Pair(model, loaded.tokenizer, head, loaded.name, draft_name, where, loaded.dtype)

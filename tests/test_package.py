@@ -49,6 +49,7 @@ RANKS = {
     "interop": 6,
     "training": 6,
     "calibration": 7,
+    "comparison": 7,
     "evaluation": 7,
     "cli": 8,
 }
