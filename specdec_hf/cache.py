@@ -113,6 +113,14 @@ class BufferedLayer(CacheLayerMixin):
         visible = slice(first - self.offset, start + added)
         return self._keys[:, :, visible], self._values[:, :, visible]
 
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy the states at slots `source` to slots `target` (LongTensor [B, S] each; `rows` [B, 1])."""
+        if self._keys is None or self._values is None:
+            return
+        rows, source, target = (t.to(self._keys.device) for t in (rows, source - self.offset, target - self.offset))
+        self._keys[rows, :, target] = self._keys[rows, :, source]
+        self._values[rows, :, target] = self._values[rows, :, source]
+
     def _first_visible(self) -> int:
         """The first slot that a query behind the shortest row can see."""
         if self.window is None:
@@ -225,6 +233,53 @@ class SpeculativeCache(DynamicCache):
         """Row b now has `lengths[b]` slots (LongTensor [B]; the two ints are its maximum and minimum)."""
         self.rows.set(lengths, shortest)
         self.commit(longest)
+
+    def keep_path(self, lengths: Tensor, columns: Tensor) -> None:
+        """Of the block just written, bring one path of columns together behind the anchor, where `commit` keeps it.
+
+        Args:
+            lengths: LongTensor [B], slots of each row before the block: the anchor's slot.
+            columns: LongTensor [B, S], column of the block (0 = the anchor) that is to stand at column 1, 2, ... S.
+        """
+        rows = torch.arange(columns.shape[0], device=columns.device)[:, None]
+        target = lengths[:, None] + torch.arange(1, columns.shape[1] + 1, device=columns.device)
+        for layer in self.buffered:
+            layer.move(rows, lengths[:, None] + columns, target)
+
+    def tree_mask(
+        self, valid: Tensor, lengths: Tensor, steps: Tensor, ancestors: Tensor, windows: dict[bool, int | None]
+    ) -> dict[bool, Tensor]:
+        """Attention masks for trees behind each row's last slot.
+
+        A node sees the row's committed slots, its ancestors and itself. A sliding window counts the slots that plain
+        decoding would have used: as many as there are steps between the anchor and the node, not places in the block.
+
+        Args:
+            valid: bool [B, S], False at padding slots; S at least the longest row plus the block.
+            lengths: LongTensor [B], slots of each row.
+            steps: LongTensor [B, C], each column's distance from the anchor (column 0).
+            ancestors: bool [B, C, C], True where a column (second) sees another one (last) of the block.
+            windows: as in `ragged_mask`.
+
+        Returns:
+            By `is_sliding`: bool [B, 1, C, visible slots], True = attend.
+        """
+        added = steps.shape[1]
+        queries = (lengths[:, None] + steps)[:, :, None]
+        places = lengths[:, None] + torch.arange(added, device=valid.device)
+        masks: dict[bool, Tensor] = {}
+        for is_sliding, window in windows.items():
+            own = [layer for layer in self.buffered if layer.is_sliding == is_sliding]
+            visible, first = (own or self.buffered)[0].get_mask_sizes(added)
+            slots = torch.arange(first, first + visible, device=valid.device)
+            counted = slots.expand(lengths.shape[0], -1).clone()  # the slot that plain decoding would have used
+            counted.scatter_(1, places - first, lengths[:, None] + steps)
+            mask = (slots < lengths[:, None, None]) & valid[:, None, first : first + visible]
+            mask = mask.expand(-1, added, -1).scatter(2, (places - first)[:, None].expand(-1, added, -1), ancestors)
+            if window is not None:
+                mask = mask & (counted[:, None] > queries - window)
+            masks[is_sliding] = mask[:, None]
+        return masks
 
     def can_return_to(self, length: int) -> bool:
         """Whether all rows can be cut to `length` slots: sliding layers must still hold the window before it."""

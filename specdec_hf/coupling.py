@@ -20,6 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .tree import TokenTree
+
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEPS = ((30, _MIX_1), (27, _MIX_2), (31, None))
 #: Numbers hashed at once on a CPU: as many as its inner cache holds.
@@ -73,6 +75,13 @@ class CoupledNoise:
         for first in range(0, len(keys), rows):
             noise[first : first + rows] = _gumbel(starts[first : first + rows] + self._counters)
         return noise.view(len(numbers), width, vocab_size)
+
+
+def noise_of_block(noise: Tensor, width: int, tree: TokenTree | None = None) -> Tensor:
+    """Noise [B, width + 1, V] for the places of a block, from noise [B, S, V] by position; in a tree, by depth."""
+    if tree is None:
+        return noise[:, : width + 1]
+    return noise.gather(1, tree.steps[:, :, None].expand(-1, -1, noise.shape[2]))
 
 
 def _gumbel(bits: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ to the shortest is lossless: whether position j is committed never depends on th
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,17 +23,18 @@ from torch import Tensor
 
 from . import _hf
 from .cache import SpeculativeCache
-from .coupling import CoupledNoise
+from .coupling import CoupledNoise, noise_of_block
 from .drafters.base import Drafter, DraftRequest, Observation, Prompt
-from .forward import TargetRunner, must_stay_level
+from .forward import TargetRunner, must_stay_level, takes_trees
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
 from .policies import Bounds, confident_lengths, make_schedule
-from .processors import DraftSampler, ProcessorStack, UniformStream
+from .processors import DraftSampler, ProcessorStack, UniformStream, accept_numbers
 from .proposal import Proposal, Round
 from .stopping import StoppingRules
 from .targets import TapRecorder
-from .verify import verify_greedy, verify_position, verify_sampled
+from .tree import TokenTree
+from .verify import verify_greedy, verify_node, verify_position, verify_sampled
 
 _STATE = "_speculation_state"  # attribute of a returned cache: what the drafter knows of it
 
@@ -136,7 +137,11 @@ class _Decoder:
         self.numbers = list(range(batch))
         self.ended = [False] * batch  # rows that stopped but still stand in the batch
         self.done: dict[int, Tensor] = {}
+        self.tree: TokenTree | None = None  # of the present round; None = a chain
+        self.paths: list[list[int]] = []  # per row, the nodes of the tree that the present round accepted
         self.outputs = self._step_outputs(batch)
+        # An attention map of a tree's node is not a part of the block's map; elsewhere the model takes no tree's mask.
+        self.takes_trees = takes_trees(call.model) and "attentions" not in self.outputs.wanted
         self.vocab_size = 0
         self.shift = 0  # cached slots that input_ids does not name: embedded prompts, earlier turns
 
@@ -155,16 +160,19 @@ class _Decoder:
             limits = self._limits()
             draws = self._draws(limits)
             proposal = self._propose(limits, draws)
+            self.tree = None if proposal.parents is None else TokenTree.of(proposal.parents, self.ids.device)
             with self.watch.part("target"):
-                outputs, positions, tokens = self.runner.block(self.ids, self.lengths, proposal.width)
+                outputs, positions, tokens = self.runner.block(self.ids, self.lengths, proposal.width, self.tree)
                 self.stats.forward_passes += 1
             before = list(self.lengths)
             self._judge(outputs, proposal, draws, max(self.runner.filled) + proposal.width + 1)
             # The anchor was fed, so as many columns enter the cache as tokens were committed; a row that had
             # ended only gives its last token to the cache.
             gained = [max(now - then, 1) for now, then in zip(self.lengths, before, strict=True)]
-            self.runner.commit(gained)
             taps = self.recorder.collect(outputs)
+            if self.tree is not None:
+                taps, positions, tokens = self._keep_path(gained, taps, positions, tokens)
+            self.runner.commit(gained)
             with self.watch.part("draft"):
                 self.drafter.observe(Observation(taps, positions, tokens, gained))
             self._release_rows()
@@ -172,6 +180,19 @@ class _Decoder:
             self.call.streamer.end()
         self.remember_schedule()
         self.watch.stop()
+
+    def _keep_path(
+        self, gained: list[int], taps: list[Tensor], positions: Tensor, tokens: Tensor
+    ) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Of a tree's block, what a chain would have left: the committed path, in cache, taps, positions and tokens."""
+        columns = [[0, *(node + 1 for node in path)][:count] for path, count in zip(self.paths, gained, strict=True)]
+        self.runner.keep_path(columns)
+        longest = max(gained)
+        filled = [own + [0] * (longest - len(own)) for own in columns]
+        index = torch.tensor(filled, device=tokens.device)
+        rows = torch.arange(len(columns), device=tokens.device)[:, None]
+        taps = [tap[rows.to(tap.device), index.to(tap.device)] for tap in taps]
+        return taps, positions[rows, index], tokens[rows, index]
 
     def _unfinished(self) -> bool:
         if not all(self.ended):
@@ -213,12 +234,19 @@ class _Decoder:
         return kept[1] if cached and kept is not None and kept[0] == self.drafter.identity else None
 
     def _limits(self) -> list[int]:
-        """Tokens each row may draft: the schedule's number, within its budget less the token that the target adds."""
-        budget, wishes = self.rules.max_length - 1, self.schedule.limits(self.numbers)
-        return [
-            0 if ended else max(min(wish, budget - length), 0)
-            for wish, length, ended in zip(wishes, self.lengths, self.ended, strict=True)
-        ]
+        """Tokens each row may draft: the schedule's number, within its budget less the token that the target adds.
+
+        A tree may have more nodes than the budget has tokens, but not be deeper.
+        """
+        wishes = self.schedule.limits(self.numbers)
+        budgets = [0 if ended else own for own, ended in zip(self._budgets(), self.ended, strict=True)]
+        if self.drafter.max_depth is not None:
+            return [wish if budget else 0 for wish, budget in zip(wishes, budgets, strict=True)]
+        return [min(wish, budget) for wish, budget in zip(wishes, budgets, strict=True)]
+
+    def _budgets(self) -> list[int]:
+        """Tokens that may follow each row's text, less the one that the target adds."""
+        return [max(self.rules.max_length - 1 - length, 0) for length in self.lengths]
 
     def _draws(self, limits: list[int]) -> _Draws:
         if not self.do_sample:
@@ -228,7 +256,8 @@ class _Decoder:
         prompt = self.call.input_ids.shape[1]
         rows = zip(self.numbers, self.lengths, strict=True)
         starts = [self.noise_starts[number] + length - prompt for number, length in rows]
-        return _Draws(noise=self.noise.block(self.numbers, starts, max(limits) + 1))
+        positions = min(max(limits), self.drafter.max_depth or max(limits)) + 1
+        return _Draws(noise=self.noise.block(self.numbers, starts, positions))
 
     def _propose(self, limits: list[int], draws: _Draws) -> Proposal:
         width = max(limits)
@@ -241,8 +270,10 @@ class _Decoder:
                 self.stack, self.ids, self.lengths, starts, self.vocab_size, draws.uniforms, draws.noise
             )
             anchors, positions = self.ids[rows, starts - 1], self.runner.positions
-            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths)
+            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths, self._budgets())
             proposal = self.drafter.propose(request)
+            if not self.takes_trees:
+                proposal = proposal.first_path()
             threshold = self.config.assistant_confidence_threshold or 0.0
             lengths = proposal.lengths
             if threshold > 0 and proposal.confidence is not None:
@@ -267,17 +298,20 @@ class _Decoder:
         self, outputs: Any, logits: Tensor, proposal: Proposal, draws: _Draws, block_end: int | None
     ) -> None:
         raw = logits.clone() if "logits" in self.outputs.wanted else logits
-        scores = logits if self.stack.is_empty else self.stack.block(self.ids, self.lengths, logits)
-        width = proposal.tokens.shape[1]
+        width, tree = proposal.tokens.shape[1], self.tree
+        scores = logits if self.stack.is_empty else self.stack.block(self.ids, self.lengths, logits, tree)
         if draws.uniforms is None:
-            noisy = scores if draws.noise is None else scores + draws.noise[:, : width + 1]
+            noisy = scores if draws.noise is None else scores + noise_of_block(draws.noise, width, tree)
             choices = noisy.argmax(dim=-1)
-            verdict = verify_greedy(choices, proposal)
+            verdict = verify_greedy(choices, proposal, tree)
             broken = scores.gather(2, choices[:, :, None]).isnan().squeeze(2)
         else:
             probs = scores.softmax(dim=-1)
-            verdict = verify_sampled(probs, proposal, _accept_numbers(draws.uniforms, width))
+            verdict = verify_sampled(probs, proposal, accept_numbers(draws.uniforms, width), tree)
             broken = probs[:, :, 0].isnan()
+        if verdict.path is not None:
+            # The accepted path takes the place of the first nodes: from here on, a tree's block reads like a chain's.
+            proposal, broken = self._straightened(proposal, verdict.path, broken)
         sound = (~broken).long().cumprod(dim=1).sum(dim=1)  # places before the first NaN; plain decoding may end there
         columns = (verdict.accepted[:, None], proposal.tokens, verdict.next_tokens[:, None], sound[:, None])
         host = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
@@ -292,37 +326,55 @@ class _Decoder:
             if kept > sound_places:
                 raise ValueError(_nan_message(self.call.model, self.lengths[row] + sound_places))
             for place in range(kept):
-                self._keep_outputs(outputs, row, place, scores, raw, block_end)
+                column = place if tree is None or not place else self.paths[row][place - 1] + 1
+                self._keep_outputs(outputs, row, column, scores, raw, block_end)
             self._stream(new[:kept])
             if block_end is not None:
-                self._record(row, Round(proposal.lengths[row], accepted, kept))
+                depth = None if tree is None else tree.depth_of(row, proposal.lengths[row])
+                self._record(row, Round(proposal.lengths[row], accepted, kept, depth))
             self.lengths[row] += kept
+
+    def _straightened(self, proposal: Proposal, path: Tensor, broken: Tensor) -> tuple[Proposal, Tensor]:
+        self.paths = [[node for node in nodes if node >= 0] for nodes in path.tolist()]
+        nodes = path.clamp(min=0)
+        tokens = proposal.tokens.gather(1, nodes)
+        columns = torch.arange(path.shape[1], device=path.device)
+        starts = torch.tensor(self.lengths, device=path.device)
+        self.ids[torch.arange(path.shape[0], device=path.device)[:, None], starts[:, None] + columns] = tokens
+        return replace(proposal, tokens=tokens), broken.gather(1, torch.nn.functional.pad(nodes + 1, (1, 0)))
 
     def _judge_in_order(
         self, outputs: Any, logits: Tensor, proposal: Proposal, draws: _Draws, block_end: int | None
     ) -> None:
         """The level way: place by place, for as long as every row keeps its drafted token."""
         width = proposal.tokens.shape[1]
-        numbers = None if draws.uniforms is None else _accept_numbers(draws.uniforms, width)
+        numbers = None if draws.uniforms is None else accept_numbers(draws.uniforms, width)
         was_ended, start, committed = list(self.ended), self.lengths[0], 0
-        pad = _hf.pad_token(self.call.generation_config)
-        for place in range(logits.shape[1]):
+        pad, tree = _hf.pad_token(self.call.generation_config), self.tree
+        rows = torch.arange(len(self.numbers), device=logits.device)
+        at = torch.full_like(rows, -1)  # in a tree, the node that each row has come down to
+        self.paths = [[] for _ in self.numbers]
+        for place in range(logits.shape[1] if tree is None else tree.depth + 1):
             length = start + place
-            raw = logits[:, place].clone()
+            raw = logits[:, place].clone() if tree is None else logits[rows, at + 1]
             scores = self.stack.one_position(self.ids[:, :length], raw)
             if bool(scores[[row for row, ended in enumerate(self.ended) if not ended]].isnan().any()):
                 raise ValueError(_nan_message(self.call.model, length))
             noisy = scores if draws.noise is None else scores + draws.noise[:, place]
-            pair = noisy if numbers is None else numbers[:, [min(place, width), -1]]
-            kept, tokens = verify_position(noisy, proposal, place, pair, numbers is not None)
+            if tree is None:
+                pair = noisy if numbers is None else numbers[:, [min(place, width), -1]]
+                kept, tokens = verify_position(noisy, proposal, place, pair, numbers is not None)
+            else:
+                kept, nodes, tokens = verify_node(noisy, proposal, tree, at, numbers)
             ended = torch.tensor(self.ended, device=tokens.device)
             if self.rules.pads_finished_rows:
                 tokens = torch.where(ended, torch.full_like(tokens, pad or 0), tokens)
                 kept = kept | ended
             self.ids[:, length] = tokens
             committed += 1
-            for row in range(len(self.numbers)):
-                self._keep_outputs(outputs, row, place, scores[:, None], raw[:, None], block_end, at=0)
+            columns = [place] * len(self.numbers) if tree is None else (at + 1).tolist()
+            for row, column in enumerate(columns):
+                self._keep_outputs(outputs, row, column, scores[:, None], raw[:, None], block_end, at=0)
             if self.call.streamer is not None:
                 self.call.streamer.put(tokens.cpu())
             so_far = self.outputs.result("scores")
@@ -330,11 +382,16 @@ class _Decoder:
             self.ended = (ended | stops.to(ended.device)).tolist()
             if all(self.ended) or not bool(kept.all()):
                 break
+            if tree is not None:
+                at = nodes
+                for path, node in zip(self.paths, nodes.tolist(), strict=True):
+                    path.append(node)
         self.lengths = [start + committed] * len(self.lengths)
         if block_end is not None:
             for row, ended_before in enumerate(was_ended):
                 if not ended_before:
-                    self._record(row, Round(proposal.lengths[row], committed - 1, committed))
+                    depth = None if tree is None else tree.depth_of(row, proposal.lengths[row])
+                    self._record(row, Round(proposal.lengths[row], committed - 1, committed, depth))
 
     def _keep_outputs(
         self,
@@ -405,12 +462,6 @@ class _Decoder:
         result = _hf.GenerateDecoderOnlyOutput(sequences=sequences, **collected, **{_hf.CACHE_KEY: cache})
         result.speculation = self.stats
         return result
-
-
-def _accept_numbers(uniforms: Tensor, width: int) -> Tensor:
-    """Of a round's numbers [B, 2 K + 1], those that judge `width` <= K drafted tokens and draw the one that follows."""
-    drawn = uniforms.shape[1] // 2
-    return torch.cat((uniforms[:, drawn : drawn + width], uniforms[:, -1:]), dim=1)
 
 
 def _nan_message(model: Any, length: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import _hf
 from .cache import SpeculativeCache
 from .targets import TapRecorder, accepts_argument, dense_mask, mask_windows, takes_ragged_masks, token_types
+from .tree import TokenTree
 
 _PER_FORWARD = frozenset(
     ["attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY]
@@ -105,34 +106,37 @@ class TargetRunner:
         """bool [B, C], True at text, over the columns that the cache holds after the prefill; None = no padding."""
         return None if self._mask is None else self._mask[:, : self.filled[0]].bool()
 
-    def block(self, ids: Tensor, lengths: list[int], width: int) -> Any:
+    def block(self, ids: Tensor, lengths: list[int], width: int, tree: TokenTree | None = None) -> Any:
         """Run each row's anchor and the tokens drafted behind it.
 
         Args:
             ids: LongTensor [B, capacity]; row b's block is `ids[b, lengths[b] - 1 : lengths[b] + width]`.
             lengths: committed tokens of each row, the anchor included.
             width: drafted tokens in the block (the longest row's).
+            tree: how they stand to one another; None = a chain.
 
         Returns:
             The model's output, logits for all `width + 1` places; and the block's positions [B, width + 1] and tokens.
         """
-        steps = torch.arange(width + 1, device=ids.device)
+        steps = torch.arange(width + 1, device=ids.device) if tree is None else tree.steps
         inputs: dict[str, Any] = dict(self._lasting)
         if self._model_positions is not None:
             inputs["position_ids"] = self._model_positions[..., None] + steps
+        elif tree is not None:
+            inputs["position_ids"] = self.positions[:, None] + steps
         if self._limits_logits:
             inputs["logits_to_keep"] = 0
         inputs.update(token_types(self._kwargs, width + 1))
-        if self.level or len(lengths) == 1:
+        if tree is None and (self.level or len(lengths) == 1):
             end = lengths[0] + width
             tokens, source, next_length = ids[:, lengths[0] - 1 : end], ids[:, :end], width + 1
             mask = None if self._mask is None else self._mask[:, : self.filled[0] + width + 1]
         else:
-            columns = torch.tensor(lengths, device=ids.device)[:, None] - 1 + steps
+            columns = torch.tensor(lengths, device=ids.device)[:, None] - 1 + torch.arange(width + 1, device=ids.device)
             tokens = source = ids.gather(1, columns)
             next_length = None
-            assert self._valid is not None
-            mask = dense_mask(self.model, self._ragged_masks(width + 1))
+            masks = self._ragged_masks(width + 1) if tree is None else self._tree_masks(tree)
+            mask = dense_mask(self.model, masks)
         if mask is not None:
             inputs["attention_mask"] = mask
         inputs = self.model.prepare_inputs_for_generation(
@@ -151,6 +155,28 @@ class TargetRunner:
             self._commit_rows()
         assert self._valid is not None
         return self.cache.ragged_mask(self._valid, added, self._windows)
+
+    def _tree_masks(self, tree: TokenTree) -> dict[bool, Tensor]:
+        if self._valid is None:  # level rows
+            shape = (len(self.filled), self._capacity)
+            ones = torch.ones(shape, dtype=torch.bool, device=self.positions.device)
+            self._valid = ones if self._mask is None else self._mask.bool()
+        if not self.level and len(self.filled) > 1 and self.cache.rows.tensor is None:
+            self._commit_rows()
+        lengths = torch.tensor(self.filled, device=self.positions.device)
+        return self.cache.tree_mask(self._valid, lengths, tree.steps, tree.ancestors, self._windows)
+
+    def keep_path(self, columns: list[list[int]]) -> None:
+        """Of a tree's block, move each row's path together, so that `commit` can keep it as a chain's first tokens.
+
+        Args:
+            columns: per row, columns of the block (0 = the anchor, first) that are kept; only what has to move moves.
+        """
+        longest = max(map(len, columns))
+        moved = [own + list(range(len(own), longest)) for own in columns]
+        if any(own != list(range(longest)) for own in moved):
+            device = self.positions.device
+            self.cache.keep_path(torch.tensor(self.filled, device=device), torch.tensor(moved, device=device)[:, 1:])
 
     def commit(self, counts: list[int]) -> None:
         """Keep the first `counts[b]` tokens of each row's block in the cache; take back the rest."""
@@ -191,6 +217,11 @@ class TargetRunner:
             self.cache.commit(self.filled[0])
         elif not self.level:
             self._commit_rows()
+
+
+def takes_trees(model: Any) -> bool:
+    """Whether the target can verify trees: dense 4-D masks, and positions that are told to it, not counted by it."""
+    return takes_ragged_masks(model) and accepts_argument(model, "position_ids")
 
 
 def must_stay_level(model: Any) -> bool:

@@ -24,7 +24,9 @@ class SpeculationStats:
     Args:
         strategy: name of the drafter, `"plain"` where decoding fell back.
         accepted_lengths: per row, per round: tokens that the round gained, bonus token counted.
-        proposal_lengths: per row, per round: drafted tokens that the target verified, bonus token not counted.
+        proposal_lengths: per row, per round: drafted tokens that the target verified, bonus token not counted; of a
+            tree, its nodes.
+        proposal_depths: the same in a chain; of a tree, its depth, which is how many of them can be accepted.
         seconds: wall time by part: `"draft"`, `"target"` (prefill not included), `"other"`, and `"prefill"`. On an
             accelerator the host's time: kernels still running when a part ends count for the part that waits.
         fallback: why decoding was plain, None where it was not.
@@ -39,6 +41,10 @@ class SpeculationStats:
     )
     fallback: str | None = None
     forward_passes: int = 0
+    proposal_depths: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.proposal_depths = self.proposal_depths or [list(own) for own in self.proposal_lengths]
 
     @classmethod
     def of_rows(cls, strategy: str, rows: int) -> SpeculationStats:
@@ -67,10 +73,14 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Entry k: accepted share of the tokens drafted at place k + 1 (over rounds that drafted that far)."""
-        width = max((length for row in self.proposal_lengths for length in row), default=0)
+        """Entry k: share of the rounds drafting k + 1 places ahead or further that accepted a token at that place.
+
+        In a chain that is the accepted share of the tokens drafted there; in a tree, a place is a depth, at which one
+        of several drafted tokens can be accepted.
+        """
+        width = max((length for row in self.proposal_depths for length in row), default=0)
         proposed, accepted = [0] * width, [0] * width
-        for lengths, kept in zip(self.proposal_lengths, self.accepted_draft_tokens, strict=True):
+        for lengths, kept in zip(self.proposal_depths, self.accepted_draft_tokens, strict=True):
             for drafted, good in zip(lengths, kept, strict=True):
                 for place in range(drafted):
                     proposed[place] += 1
@@ -81,6 +91,7 @@ class SpeculationStats:
         """Add one round of one row."""
         self.accepted_lengths[row].append(round_.accepted + 1)
         self.proposal_lengths[row].append(round_.proposed)
+        self.proposal_depths[row].append(round_.acceptable)
         self.accepted_draft_tokens[row].append(round_.accepted)
 
     def summary(self) -> dict[str, Any]:

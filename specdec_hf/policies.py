@@ -91,7 +91,7 @@ class HeuristicTransient(Schedule):
     def learn(self, number: int, round_: Round) -> None:
         """Take in a round that is over."""
         if round_.proposed:
-            self._move(number, 2 if round_.accepted == round_.proposed else -1)
+            self._move(number, 2 if round_.accepted == round_.acceptable else -1)
 
 
 class Heuristic(HeuristicTransient):
@@ -124,7 +124,7 @@ class Adaptive(Schedule):
             window.append(round_)
         if len(window) < WINDOW:
             return
-        rate = sum(past.accepted for past in window) / sum(past.proposed for past in window)
+        rate = sum(past.accepted for past in window) / sum(past.acceptable for past in window)
         if rate > self._bounds.acceptance_target + MARGIN:
             self._move(number, 1)
         elif rate < self._bounds.acceptance_target - MARGIN:

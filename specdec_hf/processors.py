@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._hf import FIXED_PROCESSORS, PREFIX_PROCESSORS
+from .tree import TokenTree
 from .verify import draw
 
 
@@ -66,23 +67,47 @@ class ProcessorStack:
         """Keep these rows of the batch, in that order, in processors that hold something per row."""
         self._pure_rows = [_of_rows(processor, rows) for processor in self._pure_rows]
 
-    def block(self, ids: Tensor, starts: list[int], scores: Tensor) -> Tensor:
+    def block(self, ids: Tensor, starts: list[int], scores: Tensor, tree: TokenTree | None = None) -> Tensor:
         """All processors on a block; only valid when `in_order` is False.
 
         Args:
             ids: LongTensor [B, capacity], each row's tokens from column 0 on, drafted ones included.
             starts: per row, the length of the prefix of the block's first position.
             scores: float32 [B, S, V].
+            tree: how the drafted tokens stand to one another; None = a chain.
 
         Returns:
-            float32 [B, S, V]; position i of row b processed with the prefix `ids[b, : starts[b] + i]`.
+            float32 [B, S, V]; position i of row b processed with the prefix `ids[b, : starts[b] + i]`, or in a tree
+            with `ids[b, : starts[b]]` and the path down to node i - 1.
         """
+        if tree is not None and tree.depth:
+            return self._block_of_trees(ids, starts, scores, tree)
         for processor in self._pure_rows:
             if _is_fixed(processor):
                 scores = _fixed(processor, ids, scores)
                 continue
             columns = [_prefix(processor, ids, [s + i for s in starts], scores[:, i]) for i in range(scores.shape[1])]
             scores = torch.stack(columns, dim=1)
+        return scores
+
+    def _block_of_trees(self, ids: Tensor, starts: list[int], scores: Tensor, tree: TokenTree) -> Tensor:
+        """`block` where each node has its own path as prefix."""
+        ids = ids[:, : max(starts) + tree.parents.shape[1]].clone()
+        rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
+        behind = torch.tensor(starts, device=ids.device)[:, None]
+        tokens = ids[rows, behind + torch.arange(tree.parents.shape[1], device=ids.device)]
+        paths, depths = tree.paths, tree.steps.tolist()
+        columns = behind + torch.arange(tree.depth, device=ids.device)
+        for processor in self._pure_rows:
+            if _is_fixed(processor):
+                scores = _fixed(processor, ids, scores)
+                continue
+            done = []
+            for place in range(scores.shape[1]):
+                ids[rows, columns] = tokens.gather(1, paths[:, place].clamp(min=0))
+                lengths = [start + own[place] for start, own in zip(starts, depths, strict=True)]
+                done.append(_prefix(processor, ids, lengths, scores[:, place]))
+            scores = torch.stack(done, dim=1)
         return scores
 
     def draft(self, ids: Tensor, lengths: list[int], scores: Tensor) -> Tensor:
@@ -166,6 +191,12 @@ class UniformStream:
             rows[row, :limit], rows[row, width : width + limit] = drawn[:limit], drawn[limit : 2 * limit]
             rows[row, -1] = drawn[-1]
         return rows.to(self._device)
+
+
+def accept_numbers(uniforms: Tensor, width: int) -> Tensor:
+    """Of a round's numbers [B, 2 K + 1], those that judge `width` <= K drafted tokens and draw the one that follows."""
+    drawn = uniforms.shape[1] // 2
+    return torch.cat((uniforms[:, drawn : drawn + width], uniforms[:, -1:]), dim=1)
 
 
 class DraftSampler:

@@ -7,10 +7,11 @@ Letters in the shapes: B rows, K drafted tokens, V the target's vocabulary, W th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+
+from .tree import first_path
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Proposal:
         vocabulary: LongTensor [W], the target id of each column of `probs`; None when W = V.
         confidence: float32 [B, K], the drafter's own estimate that token k survives given that the ones before it
             do; None when it has none.
+        parents: LongTensor [B, K], for a tree: the index of each token's parent among the K, -1 = child of the anchor.
+            Parents stand before their children, siblings in the order in which they were drawn. None = a chain. In a
+            tree, `probs` holds the distribution that the token's group of siblings was drawn from, without replacement
+            (None = candidates that were chosen, not drawn), and `token_probs` is not read. May stand on the CPU, which
+            saves a wait for the device.
     """
 
     tokens: Tensor
@@ -35,6 +41,7 @@ class Proposal:
     probs: Tensor | None = None
     vocabulary: Tensor | None = None
     confidence: Tensor | None = None
+    parents: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -42,10 +49,34 @@ class Proposal:
         return max(self.lengths, default=0)
 
     def trimmed(self, lengths: list[int]) -> Proposal:
-        """The same proposal cut to `lengths` (each at most the present one), tensors sliced to the new width."""
+        """The same proposal cut to `lengths` (each at most the present one), tensors sliced to the new width.
+
+        What stays of a tree is a tree: parents stand before their children.
+        """
         width = max(lengths, default=0)
-        cut = [None if t is None else t[:, :width] for t in (self.token_probs, self.probs, self.confidence)]
-        return Proposal(self.tokens[:, :width], lengths, cut[0], cut[1], self.vocabulary, cut[2])
+        optional = (self.token_probs, self.probs, self.confidence, self.parents)
+        cut = [None if t is None else t[:, :width] for t in optional]
+        return Proposal(self.tokens[:, :width], lengths, cut[0], cut[1], self.vocabulary, cut[2], cut[3])
+
+    def first_path(self) -> Proposal:
+        """Of a tree, the chain of first children. Which nodes that are depends on no token, so it stays exact."""
+        if self.parents is None:
+            return self
+        trees = zip(self.parents.tolist(), self.lengths, strict=True)
+        paths = [first_path(parents[:length]) for parents, length in trees]
+        lengths = [len(path) for path in paths]
+        filled = [path + [0] * (max(lengths) - len(path)) for path in paths]
+        nodes = torch.tensor(filled, dtype=torch.long, device=self.tokens.device).view(len(paths), max(lengths))
+        tokens, probs = self.tokens.gather(1, nodes), self.probs
+        confidence = None if self.confidence is None else self.confidence.gather(1, nodes)
+        if probs is None:
+            return Proposal(tokens, lengths, confidence=confidence)
+        rows = torch.arange(len(paths), device=nodes.device)[:, None]
+        probs, columns = probs[rows, nodes], tokens
+        if self.vocabulary is not None:
+            columns = (self.vocabulary == tokens[:, :, None]).long().argmax(dim=-1)
+        token_probs = probs.gather(2, columns[:, :, None]).squeeze(2)
+        return Proposal(tokens, lengths, token_probs, probs, self.vocabulary, confidence)
 
 
 @dataclass(frozen=True)
@@ -56,16 +87,27 @@ class Verdict:
         accepted: LongTensor [B], drafted tokens kept (the longest accepted prefix).
         next_tokens: LongTensor [B], the token that follows them: the replacement of the first rejected token, or
             the bonus token when all were accepted.
+        path: LongTensor [B, depth], of a tree: the accepted nodes from the top down, then fillers. None = a chain.
     """
 
     accepted: Tensor
     next_tokens: Tensor
+    path: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round did to one row: drafted tokens verified, drafted tokens accepted, tokens committed."""
+    """What one round did to one row: drafted tokens verified, drafted tokens accepted, tokens committed.
+
+    `depth` is how many of the verified tokens could be accepted at most: the depth of a tree; None = all, a chain.
+    """
 
     proposed: int
     accepted: int
     committed: int
+    depth: int | None = None
+
+    @property
+    def acceptable(self) -> int:
+        """How many of the verified tokens could be accepted at most."""
+        return self.proposed if self.depth is None else self.depth

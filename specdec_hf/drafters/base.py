@@ -52,6 +52,7 @@ class DraftRequest:
         ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it
             what the sampler has drawn in this round so far. Not to be written to.
         lengths: per row, tokens of `ids` up to and including the anchor.
+        depths: per row, tokens that can still be accepted: how deep a tree may be (a chain's `limits` say so already).
     """
 
     anchors: Tensor
@@ -61,6 +62,7 @@ class DraftRequest:
     sampler: DraftSampler
     ids: Tensor
     lengths: list[int]
+    depths: list[int]
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,9 @@ class Drafter(ABC):
         max_tokens: most tokens it can propose in one round.
         default_tokens: tokens that it proposes in a round if the user says nothing; None = `max_tokens`.
         level_rows: True if all rows of a batch must stay at one length.
+        max_depth: for a drafter of trees (`Proposal.parents`), whose `limits` and `max_tokens` count nodes: depth of
+            the deepest; None = it drafts chains. Where the target cannot verify trees (attention without dense masks,
+            ALiBi, `output_attentions`), the loop keeps the chain of first children.
     """
 
     name: ClassVar[str]
@@ -96,6 +101,7 @@ class Drafter(ABC):
     max_tokens: int
     default_tokens: int | None = None
     level_rows: bool = False
+    max_depth: int | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:
