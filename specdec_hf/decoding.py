@@ -25,7 +25,7 @@ from . import _hf
 from .cache import SpeculativeCache
 from .coupling import CoupledNoise
 from .drafters.base import Drafter, DraftRequest, Observation, Prompt
-from .forward import TargetRunner, must_stay_level
+from .forward import EarlyLayers, TargetRunner, must_stay_level
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
 from .policies import Bounds, confident_lengths, make_schedule
@@ -200,6 +200,9 @@ class _Decoder:
             seed = int(torch.randint(2**62, ())) if self.config.seed is None else self.config.seed
             self.noise = CoupledNoise(seed, len(self.numbers), self.vocab_size, self.ids.device)
             self.noise_starts = self.runner.positions.tolist()
+        if (layers := self.drafter.early_layers) is not None:
+            every_layer = bool({"hidden_states", "attentions"} & self.outputs.wanted)
+            self.runner.early = EarlyLayers(self.runner, layers, reuse=not every_layer)
         with self.watch.part("draft"):
             positions, valid, cached = self.runner.prompt_columns()
             kept, mask = self._kept_state(any(cached)), self.runner.prompt_mask()
@@ -241,7 +244,8 @@ class _Decoder:
                 self.stack, self.ids, self.lengths, starts, self.vocab_size, draws.uniforms, draws.noise
             )
             anchors, positions = self.ids[rows, starts - 1], self.runner.positions
-            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths)
+            early = self.runner.early
+            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths, early)
             proposal = self.drafter.propose(request)
             threshold = self.config.assistant_confidence_threshold or 0.0
             lengths = proposal.lengths

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..forward import EarlyLayers
 from ..options import SpeculativeConfig
 from ..processors import DraftSampler
 from ..proposal import Proposal
@@ -52,6 +54,7 @@ class DraftRequest:
         ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it
             what the sampler has drawn in this round so far. Not to be written to.
         lengths: per row, tokens of `ids` up to and including the anchor.
+        early: the target's first `Drafter.early_layers` layers; None where the drafter has none.
     """
 
     anchors: Tensor
@@ -61,6 +64,7 @@ class DraftRequest:
     sampler: DraftSampler
     ids: Tensor
     lengths: list[int]
+    early: EarlyLayers | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,29 @@ class Observation:
     counts: list[int]
 
 
+class TokenConfidence:
+    """For drafters that go token by token: the probability of the most likely token, where a threshold asks for it.
+
+    Args:
+        threshold: below it a row's draft is cut; 0 = nothing is computed.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._scores = threshold, list[Tensor]()
+
+    def falls_short(self, logits: Tensor, device: torch.device) -> bool:
+        """Take in the logits [B, W] of one more token; whether every row is cut here, so that drafting may end."""
+        if not self._threshold:
+            return False
+        self._scores.append(logits.float().softmax(dim=-1).amax(dim=-1).to(device))
+        return bool((self._scores[-1] < self._threshold).all())
+
+    @property
+    def scores(self) -> Tensor | None:
+        """float32 [B, K], as `Proposal.confidence`."""
+        return torch.stack(self._scores, dim=1) if self._scores else None
+
+
 class Drafter(ABC):
     """Proposes tokens. Holds the state of one `generate()` call.
 
@@ -89,6 +116,8 @@ class Drafter(ABC):
         max_tokens: most tokens it can propose in one round.
         default_tokens: tokens that it proposes in a round if the user says nothing; None = `max_tokens`.
         level_rows: True if all rows of a batch must stay at one length.
+        early_layers: how many of the target's first layers it drafts with, through `DraftRequest.early`; None = it does
+            not use them.
     """
 
     name: ClassVar[str]
@@ -96,6 +125,7 @@ class Drafter(ABC):
     max_tokens: int
     default_tokens: int | None = None
     level_rows: bool = False
+    early_layers: int | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:
