@@ -34,11 +34,13 @@ class RowLengths:
     """Committed slots of each row, shared by all layers of a cache.
 
     `tensor` is a LongTensor [B], or None while all rows have the same length (then layers count for themselves).
+    `floor` is a number of slots that may be gone back to, so that windows are kept for it; None = no such.
     """
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
         self.shortest = 0
+        self.floor: int | None = None
         self._slots: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def set(self, tensor: Tensor, shortest: int) -> None:
@@ -126,6 +128,8 @@ class BufferedLayer(CacheLayerMixin):
         if self.window is None:
             return 0
         shortest = self.length if self.rows.tensor is None else self.rows.shortest
+        if self.rows.floor is not None:
+            shortest = min(shortest, self.rows.floor)
         return max(shortest - self.window + 1, self.offset)
 
     def _keep_tail(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +227,27 @@ class SpeculativeCache(DynamicCache):
     def buffered(self) -> list[BufferedLayer]:
         """The layers that hold states of their own."""
         return [layer for layer in self.layers if isinstance(layer, BufferedLayer)]
+
+    def lend(self, layers: int, shortest: int) -> SpeculativeCache:
+        """A cache of the first layers alone, on the same memory, for tokens that are read ahead of the other layers.
+
+        Args:
+            layers: how many; all layers must exist, so after the prefill.
+            shortest: slots of the shortest row, that sliding windows are kept for until `take_back`.
+        """
+        part: SpeculativeCache = object.__new__(SpeculativeCache)
+        part.rows, part._parked = RowLengths(), {}
+        part.rows.floor = shortest
+        Cache.__init__(part, layers=self.layers[:layers])
+        for layer in part.buffered:
+            layer.rows = part.rows
+        return part
+
+    def take_back(self, part: SpeculativeCache, length: int) -> None:
+        """End what `lend` began: the longest row has `length` slots again; what was written behind stays written."""
+        part.commit(length)
+        for layer in part.buffered:
+            layer.rows = self.rows
 
     def commit(self, length: int) -> None:
         """All rows now have `length` slots; what a round wrote behind them is taken back."""

@@ -25,7 +25,7 @@ from . import _hf
 from .cache import SpeculativeCache
 from .coupling import CoupledNoise, noise_of_block
 from .drafters.base import Drafter, DraftRequest, Observation, Prompt
-from .forward import TargetRunner, must_stay_level, takes_trees
+from .forward import EarlyLayers, TargetRunner, must_stay_level, takes_trees
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
 from .policies import Bounds, confident_lengths, make_schedule
@@ -221,6 +221,9 @@ class _Decoder:
             seed = int(torch.randint(2**62, ())) if self.config.seed is None else self.config.seed
             self.noise = CoupledNoise(seed, len(self.numbers), self.vocab_size, self.ids.device)
             self.noise_starts = self.runner.positions.tolist()
+        if (layers := self.drafter.early_layers) is not None:
+            every_layer = bool({"hidden_states", "attentions"} & self.outputs.wanted)
+            self.runner.early = EarlyLayers(self.runner, layers, reuse=not every_layer)
         with self.watch.part("draft"):
             positions, valid, cached = self.runner.prompt_columns()
             kept, mask = self._kept_state(any(cached)), self.runner.prompt_mask()
@@ -270,7 +273,9 @@ class _Decoder:
                 self.stack, self.ids, self.lengths, starts, self.vocab_size, draws.uniforms, draws.noise
             )
             anchors, positions = self.ids[rows, starts - 1], self.runner.positions
-            request = DraftRequest(anchors, positions, limits, width, sampler, self.ids, self.lengths, self._budgets())
+            request = DraftRequest(
+                anchors, positions, limits, width, sampler, self.ids, self.lengths, self._budgets(), self.runner.early
+            )
             proposal = self.drafter.propose(request)
             if not self.takes_trees:
                 proposal = proposal.first_path()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from . import _hf, drafters
 from .cache import cannot_roll_back
 from .decoding import Call, decode
-from .heads import dspark as _registers_with_auto_classes  # noqa: F401 - a pipeline may load a head by its name
+from .heads import dspark, early_exit  # noqa: F401 - registers them: a pipeline may load a head by its name
 from .options import KNOBS, SpeculativeConfig, knobs_of_prepared, resolve, strategy_of, user_set
 from .output import SpeculationStats
 
@@ -54,6 +54,7 @@ class SpeculativeDecoding:
         num_assistant_tokens_schedule: str | None = None,
         assistant_confidence_threshold: float | None = None,
         max_matching_ngram_size: int | None = None,
+        assistant_early_exit: int | None = None,
         stop_strings: Any = None,
         generator: Any = None,
         **model_kwargs: Any,
@@ -64,6 +65,7 @@ class SpeculativeDecoding:
             "num_assistant_tokens_schedule": num_assistant_tokens_schedule,
             "assistant_confidence_threshold": assistant_confidence_threshold,
             "max_matching_ngram_size": max_matching_ngram_size,
+            "assistant_early_exit": assistant_early_exit,
         }
         config = resolve(self.head, self.config, None, generator, given, knobs_of_prepared(generation_config))
         call = Call(
@@ -196,12 +198,12 @@ class SpeculativeGenerationMixin(_hf.GenerationMixin):
 
         Args:
             assistant_model: a draft head, e.g. `DSparkDraftModel`, or what the strategy names (`"draft_model"`: a
-                smaller causal LM; `"prompt_lookup"`: none).
+                smaller causal LM; `"prompt_lookup"`: none; `"early_exit"`: an `EarlyExitHead` or none).
             speculative: a strategy's name or a `SpeculativeConfig`; None = what the head names.
             assistant_strategy: exact alias of `speculative`.
             generator: see `SpeculativeConfig`.
             num_assistant_tokens, num_assistant_tokens_schedule, assistant_confidence_threshold,
-                max_matching_ngram_size: as in GenerationConfig.
+                max_matching_ngram_size, assistant_early_exit: as in GenerationConfig.
 
         Raises:
             ValueError, TypeError: what speculation does not support; the message says what to do instead.

@@ -22,6 +22,7 @@ KNOBS = (
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
     "max_matching_ngram_size",
+    "assistant_early_exit",
 )
 #: Values of `SpeculativeConfig.coupling`.
 COUPLINGS = ("residual", "gumbel")
@@ -33,6 +34,7 @@ _COUNTS = (
     "max_assistant_tokens",
     "max_matching_ngram_size",
     "min_matching_ngram_size",
+    "assistant_early_exit",
     "draft_top_k",
 )
 
@@ -44,7 +46,7 @@ class SpeculativeConfig:
     Args:
         strategy: name of the drafting strategy, e.g. `"dspark"`; None = the one that the head's configuration names.
         num_assistant_tokens: tokens drafted per round; None = the drafter's default (DSpark: its block, draft_model 5,
-            prompt_lookup 10).
+            early_exit 3, prompt_lookup 10).
         num_assistant_tokens_schedule: how that number changes from round to round, for each row: `"constant"` keeps it;
             `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next
             call goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1
@@ -57,6 +59,8 @@ class SpeculativeConfig:
         max_matching_ngram_size, min_matching_ngram_size: for prompt_lookup, how many of the latest tokens must stand
             earlier in the text, at best and at least; None = 3 (or the minimum, if that is larger) and 2 (or the
             maximum).
+        assistant_early_exit: for early_exit, after how many of the target's decoder layers the draft is read; None =
+            the head's first exit, without a head a third of the layers.
         coupling: how sampled tokens are judged. `"residual"` keeps a drafted token with probability min(1,
             target/draft): most tokens are kept. `"gumbel"` gives each position its own noise, made from `seed`: fewer
             tokens are kept, and the text is the same with any drafter, any number of drafted tokens and any batch. Both
@@ -82,6 +86,7 @@ class SpeculativeConfig:
     acceptance_target: float = 0.6
     max_matching_ngram_size: int | None = None
     min_matching_ngram_size: int | None = None
+    assistant_early_exit: int | None = None
     coupling: str = "residual"
     seed: Any = None
     draft_top_k: int | None = None

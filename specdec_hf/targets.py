@@ -41,6 +41,51 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     )
 
 
+def shares_states_between_layers(model: Any) -> bool:
+    """Whether later layers use what earlier ones computed beyond their output (keys and values: Gemma 3n, Gemma 4)."""
+    return bool(getattr(text_config(model), "num_kv_shared_layers", 0))
+
+
+def with_modules(model: Any, replacements: dict[nn.Module, nn.Module]) -> Any:
+    """A model that differs from `model` in some modules; all others are shared, and `model` itself stays as it is.
+
+    Modules above a replaced one are shallow twins: same class, same attributes, another table of children. So calls of
+    `model` in other threads see nothing.
+
+    Raises:
+        ValueError: a module above has had its forward replaced (by its bound method, a twin would run the original).
+    """
+    known: dict[nn.Module, nn.Module] = dict(replacements)
+
+    def rebuilt(module: nn.Module) -> nn.Module:
+        if module not in known:
+            children = {name: child and rebuilt(child) for name, child in _children(module)}
+            same = all(children[name] is child for name, child in _children(module))
+            known[module] = module if same else _twin(module, children)
+        return known[module]
+
+    return rebuilt(model)
+
+
+def _children(module: nn.Module) -> Any:
+    return module._modules.items()
+
+
+def _twin(module: nn.Module, children: dict[str, Any]) -> nn.Module:
+    twin = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__, _modules=children, _compiled_call_impl=None)
+    if (own := twin.__dict__.pop("forward", None)) is not None:
+        # accelerate's hooks and torch.compile leave the class's own forward behind a wrapper: the twin goes without.
+        for wrapped in (getattr(module, "_old_forward", None), getattr(own, "_torchdynamo_orig_callable", None)):
+            if getattr(wrapped, "__func__", None) is type(module).forward:
+                return twin
+        raise ValueError(
+            f"{type(module).__name__}.forward has been replaced on this model, so its first layers cannot be run alone: "
+            "speculative='early_exit' needs the class's own. Use another strategy."
+        )
+    return twin
+
+
 def takes_ragged_masks(model: Any) -> bool:
     """Whether rows of different lengths can share a forward through a dense 4-D mask per layer type."""
     config = text_config(model)

@@ -6,8 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from ..forward import EarlyLayers
 from ..options import SpeculativeConfig
 from ..processors import DraftSampler
 from ..proposal import Proposal
@@ -53,6 +55,7 @@ class DraftRequest:
             what the sampler has drawn in this round so far. Not to be written to.
         lengths: per row, tokens of `ids` up to and including the anchor.
         depths: per row, tokens that can still be accepted: how deep a tree may be (a chain's `limits` say so already).
+        early: the target's first `Drafter.early_layers` layers; None where the drafter has none.
     """
 
     anchors: Tensor
@@ -63,6 +66,7 @@ class DraftRequest:
     ids: Tensor
     lengths: list[int]
     depths: list[int]
+    early: EarlyLayers | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,29 @@ class Observation:
     counts: list[int]
 
 
+class TokenConfidence:
+    """For drafters that go token by token: the probability of the most likely token, where a threshold asks for it.
+
+    Args:
+        threshold: below it a row's draft is cut; 0 = nothing is computed.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold, self._scores = threshold, list[Tensor]()
+
+    def falls_short(self, logits: Tensor, device: torch.device) -> bool:
+        """Take in the logits [B, W] of one more token; whether every row is cut here, so that drafting may end."""
+        if not self._threshold:
+            return False
+        self._scores.append(logits.float().softmax(dim=-1).amax(dim=-1).to(device))
+        return bool((self._scores[-1] < self._threshold).all())
+
+    @property
+    def scores(self) -> Tensor | None:
+        """float32 [B, K], as `Proposal.confidence`."""
+        return torch.stack(self._scores, dim=1) if self._scores else None
+
+
 class Drafter(ABC):
     """Proposes tokens. Holds the state of one `generate()` call.
 
@@ -94,6 +121,8 @@ class Drafter(ABC):
         max_depth: for a drafter of trees (`Proposal.parents`), whose `limits` and `max_tokens` count nodes: depth of
             the deepest; None = it drafts chains. Where the target cannot verify trees (attention without dense masks,
             ALiBi, `output_attentions`), the loop keeps the chain of first children.
+        early_layers: how many of the target's first layers it drafts with, through `DraftRequest.early`; None = it does
+            not use them.
     """
 
     name: ClassVar[str]
@@ -102,6 +131,7 @@ class Drafter(ABC):
     default_tokens: int | None = None
     level_rows: bool = False
     max_depth: int | None = None
+    early_layers: int | None = None
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ..forward import TargetRunner, must_stay_level
 from ..options import SpeculativeConfig, strategy_of
 from ..proposal import Proposal
 from ..targets import TapRecorder, accepts_argument
-from .base import Drafter, DraftRequest, Observation, Prompt
+from .base import Drafter, DraftRequest, Observation, Prompt, TokenConfidence
 
 _MOST = 32
 #: Vocabularies of one tokenizer differ by padding to a round number; by more than this they are two tokenizers'.
@@ -182,19 +182,16 @@ class DraftModelDrafter(Drafter):
             return Proposal(request.ids[:, :0], [0] * len(request.limits))
         vocabulary = torch.arange(self._vocab_size, device=request.ids.device) if self._narrower else None
         unread = [own + 1 - held for own, held in zip(self._committed, runner.filled, strict=True)]
-        confidence: list[Tensor] = []
+        confidence = TokenConfidence(self._threshold)
         for _ in range(request.width):
             logits = self._read(runner, request.ids, unread)
             sampler.sample(logits, vocabulary)
             unread = [1] * len(unread)
-            if self._threshold:
-                confidence.append(logits.float().softmax(dim=-1).amax(dim=-1).to(request.ids.device))
-                if bool((confidence[-1] < self._threshold).all()):
-                    break  # every row is cut here, so nothing behind is verified
+            if confidence.falls_short(logits, request.ids.device):
+                break
         tokens, token_probs, probs, columns = sampler.drafted()
         lengths = [min(limit, tokens.shape[1]) for limit in request.limits]
-        scores = torch.stack(confidence, dim=1) if confidence else None
-        return Proposal(tokens, lengths, token_probs, probs, columns, scores)
+        return Proposal(tokens, lengths, token_probs, probs, columns, confidence.scores)
 
     def _read(self, runner: TargetRunner, ids: Tensor, counts: list[int]) -> Tensor:
         """Run the next `counts[b]` tokens of each row through the draft; logits [B, at most V] behind the last."""

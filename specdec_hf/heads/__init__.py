@@ -14,6 +14,8 @@ _WHERE = {
     "DSparkDraftModel": "dspark",
     "DSparkOutput": "dspark",
     "DraftContext": "dspark",
+    "EarlyExitConfig": "early_exit",
+    "EarlyExitHead": "early_exit",
 }
 
 __all__ = list(_WHERE)

@@ -92,7 +92,7 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
     """Compare a head's configuration with a target model.
 
     Args:
-        config: the head's :class:`DSparkConfig`.
+        config: the head's configuration.
         target: the target model, maybe under an adapter or compiled.
 
     Raises:
@@ -104,11 +104,11 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
     text = text_config(target.config)
     name = type(target).__name__
     if getattr(target.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; DSpark needs a decoder-only target; generate without it.")
-    _same("target_hidden_size", config.target_hidden_size, text.hidden_size, f"{name}'s hidden size")
+        raise ValueError(f"{name} is an encoder-decoder; a head needs a decoder-only target; generate without it.")
+    _same(config, "target_hidden_size", text.hidden_size, f"{name}'s hidden size")
     layers = text.num_hidden_layers
     if config.num_target_layers is not None:
-        _same("num_target_layers", config.num_target_layers, layers, f"the decoder layers of {name}")
+        _same(config, "num_target_layers", layers, f"the decoder layers of {name}")
     if max(config.target_layer_ids) >= layers - 1:
         raise ValueError(
             f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} "
@@ -147,11 +147,11 @@ def _warn_of_another(config: PretrainedConfig, target: PretrainedConfig) -> None
     )
 
 
-def _same(field: str, ours: int, theirs: int, what: str) -> None:
-    if ours != theirs:
+def _same(config: PretrainedConfig, field: str, theirs: int, what: str) -> None:
+    if (ours := getattr(config, field)) != theirs:
         raise ValueError(
             f"the head has {field}={ours}, but {what} is {theirs}; they must agree. Use the target that the head was "
-            "trained for, or train a head for this one (DSparkConfig.for_target)."
+            f"trained for, or train a head for this one ({type(config).__name__}.for_target)."
         )
 
 

@@ -30,13 +30,14 @@ from ._dspark_config import DSparkConfig
 from ._dspark_training import BlockTraining, DSparkOutput
 from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
 from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
+from ._vocabulary import DraftVocabulary
 
 __all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "spread_layers"]
 
 logger = logging.getLogger(__name__)
 
 
-class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
+class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedModel):
     """Drafts a block of tokens for a target model; see the module's docstring for one round.
 
     ``from_pretrained`` reads this package's directories and DeepSpec's (``Qwen3DSparkModel``) as they are.
@@ -152,14 +153,6 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
         if self.config.has_reduced_vocab and self.d2t.device.type != "meta":
             self._check_draft_ids(self.draft_token_ids())
 
-    def _check_draft_ids(self, ids: torch.Tensor) -> None:
-        size = self.config.vocab_size
-        if ids.shape != self.d2t.shape or bool((ids < 0).any() | (ids >= size).any() | (ids.diff() <= 0).any()):
-            raise ValueError(
-                f"the draft vocabulary must be {self.d2t.shape[0]} ascending target ids below {size}, kept as offsets "
-                "(target id = draft id + d2t[draft id]); save offsets, not absolute ids"
-            )
-
     def bind(self, target: nn.Module) -> DSparkDraftModel:
         """Join the head to its target: check that they belong together, and borrow what the head does not own.
 
@@ -185,27 +178,6 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
     def max_draft_tokens(self) -> int:
         """P: most tokens that one block proposes."""
         return self.config.max_draft_tokens
-
-    def draft_to_target(self, ids: torch.Tensor) -> torch.Tensor:
-        """Target ids of draft ids, any shape."""
-        return ids + self.d2t[ids] if self.config.has_reduced_vocab else ids
-
-    def draft_token_ids(self) -> torch.Tensor:
-        """[Vd] target ids that the head can propose, ascending."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
-        return self.draft_to_target(ids)
-
-    def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Choose the Vd target ids that the head proposes (before training).
-
-        Raises:
-            ValueError: not reduced, or not Vd different ids below V.
-        """
-        if not self.config.has_reduced_vocab:
-            raise ValueError("draft_vocab_size equals vocab_size; make the head with a smaller one to choose ids")
-        ids = target_ids.to(self.d2t.device, torch.int64).sort().values
-        self._check_draft_ids(ids)
-        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
 
     def to_target_logits(self, logits: torch.Tensor, vocab_size: int | None = None) -> torch.Tensor:
         """Draft logits [..., Vd] as logits [..., V'] over target ids, -inf where the head cannot propose.

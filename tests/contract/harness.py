@@ -21,8 +21,18 @@ from conftest import SMALL, make_target
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 
-from specdec_hf import DSparkConfig, DSparkDraftModel, SpeculativeConfig, drafters, enable_speculation, last_speculation
+from specdec_hf import (
+    DSparkConfig,
+    DSparkDraftModel,
+    EarlyExitConfig,
+    EarlyExitHead,
+    SpeculativeConfig,
+    drafters,
+    enable_speculation,
+    last_speculation,
+)
 from specdec_hf.drafters.draft_model import DraftModelDrafter
+from specdec_hf.drafters.early_exit import EarlyExitDrafter
 from specdec_hf.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_hf.proposal import Proposal
 
@@ -204,6 +214,39 @@ def make_prompt_lookup(model: Any, agreement: str, block_size: int = 4) -> Taugh
     return head
 
 
+class TaughtExit(Teachable, EarlyExitHead):
+    """A real exit head that runs in full and then lifts the logit of the taught token."""
+
+    def forward(self, hidden_states: Tensor, exit_layer: int | None = None) -> Tensor:
+        logits = super().forward(hidden_states, exit_layer).clone()
+        for row, (place, length) in enumerate(zip(self.request.positions.tolist(), self.request.lengths, strict=True)):
+            place += self.step
+            for token in self.following(place, int(self.request.ids[row, length - 1 + self.step]))[:1]:
+                logits[row, self.adjusted(token, place)] += 500.0
+        self.step += 1
+        return logits
+
+
+def make_early_exit(model: Any, agreement: str, block_size: int = 4, **overrides: Any) -> TaughtExit:
+    config = EarlyExitConfig.for_target(model.config, **{"exit_layers": [1], **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        head = TaughtExit(config).eval()
+    head.agreement, head.max_draft_tokens = agreement, block_size
+    return head
+
+
+def _told_what_it_reads(propose: Any) -> Any:
+    """A head sees states only; one that was taught a text must know where in it they stand."""
+
+    def told(own: Any, request: Any) -> Proposal:
+        if isinstance(own._head, TaughtExit):
+            own._head.request, own._head.step = request, 0
+        return propose(own, request)
+
+    return told
+
+
 def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
     """Let a drafter draft as many tokens as a test's assistant says; ``taught`` replaces the class for those."""
     create = cls.create.__func__
@@ -219,7 +262,9 @@ def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
 
 
 _limited_to_the_assistants_block(DraftModelDrafter)
+_limited_to_the_assistants_block(EarlyExitDrafter)
 _limited_to_the_assistants_block(PromptLookupDrafter, TaughtLookupDrafter)
+EarlyExitDrafter.propose = _told_what_it_reads(EarlyExitDrafter.propose)
 
 STRATEGIES = [name for name in drafters.available() if f"make_{name}" in globals()]
 
