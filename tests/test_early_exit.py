@@ -45,7 +45,9 @@ def texts(target: Any, ids: torch.Tensor, **settings: Any) -> tuple[Any, Any]:
     settings = {"do_sample": False, "max_new_tokens": 24, **settings}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return target.generate(ids, **settings), target.generate(ids, **settings, **{"speculative": "early_exit", **own})
+        return target.generate(ids, **settings), target.generate(
+            ids, **settings, **{"speculative": "early_exit", **own}
+        )
 
 
 # -- drafting ---------------------------------------------------------------------------------------------------------
@@ -148,7 +150,9 @@ def test_the_target_is_left_as_it_was() -> None:
     for name, attributes in before.items():
         new = set(after[name]) - set(attributes)
         assert new <= {"_last_speculation"}, (name, new)
-        assert all(after[name][key] is value for key, value in attributes.items() if key[0] == "_" and value is not None)
+        assert all(
+            after[name][key] is value for key, value in attributes.items() if key[0] == "_" and value is not None
+        )
 
 
 def test_a_replaced_forward() -> None:
@@ -234,7 +238,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="takes an EarlyExitHead as assistant_model, or none, not LlamaForCausalLM"):
         target.generate(ids, assistant_model=make_target(), speculative="early_exit")
     target.config.num_kv_shared_layers = 2
-    with pytest.raises(ValueError, match="cannot be left early.*num_kv_shared_layers"):
+    with pytest.raises(ValueError, match=r"cannot be left early.*num_kv_shared_layers"):
         target.generate(ids, speculative="early_exit")
 
 
@@ -315,13 +319,16 @@ def test_configurations_that_cannot_be(fields: dict[str, Any], match: str) -> No
 def test_a_head_of_another_target() -> None:
     target = target_of()
     for other, match in (
-        (target_of(hidden_size=64), r"target_hidden_size=32, but LlamaForCausalLM's hidden size is 64.*EarlyExitConfig"),
+        (
+            target_of(hidden_size=64),
+            r"target_hidden_size=32, but LlamaForCausalLM's hidden size is 64.*EarlyExitConfig",
+        ),
         (target_of(num_hidden_layers=6), r"num_target_layers=4, but the decoder layers of LlamaForCausalLM is 6"),
         (target_of(vocab_size=80), r"vocab_size=96, but LlamaForCausalLM has 80"),
     ):
         with pytest.raises(ValueError, match=match):
             other.generate(torch.tensor([[3, 4]]), assistant_model=head_for(target), max_new_tokens=3)
-    with pytest.raises(ValueError, match="call head.bind"):
+    with pytest.raises(ValueError, match=r"call head\.bind"):
         head_for(target)(torch.zeros(1, 32))
     with pytest.raises(ValueError, match="without speculation"):
         make_target().generate(torch.tensor([[3, 4]]), assistant_model=head_for(target), max_new_tokens=3)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .early_exit import new_exit_head
 from .data import Sampling, provenance, read_prompts, write_answers, write_user_turns
+from .early_exit import new_exit_head
 from .store import TokenStore
 from .trainer import TrainConfig, train
 
@@ -30,8 +30,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         path: YAML with ``target`` (a name or directory; ``default`` is the embedded SmolLM2-135M-Instruct), ``data``
             (``prompts`` and ``exclude``: JSONL files beside the recipe; ``docstring_prompts`` and ``self_written``: how
             many; ``max_tokens`` of answers; ``sampling``: fields of :class:`Sampling`) and ``train`` (fields of
-            :class:`TrainConfig`). ``strategy: early_exit`` trains an :class:`EarlyExitHead`, whose fields ``train.head``
-            then has; without it, a DSpark head.
+            :class:`TrainConfig`). ``strategy: early_exit`` trains an :class:`EarlyExitHead`, and ``train.head`` has its
+            fields; without it, a DSpark head.
         output: directory for texts, checkpoints and ``head``.
         say: called with a line now and then.
 
@@ -73,7 +73,7 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     _write_texts(target, tokenizer, path, data, output / "texts", say)
     say("training")
     resume = any(output.glob("checkpoint-*"))
-    head = None
+    head: Any = None
     if strategy == "early_exit":
         texts = TokenStore(output / "texts").load()
         head = new_exit_head(target, config.head, texts, config.initial_norm_scale, config.seed)
