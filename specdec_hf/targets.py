@@ -80,8 +80,8 @@ def _twin(module: nn.Module, children: dict[str, Any]) -> nn.Module:
             if getattr(wrapped, "__func__", None) is type(module).forward:
                 return twin
         raise ValueError(
-            f"{type(module).__name__}.forward has been replaced on this model, so its first layers cannot be run alone: "
-            "speculative='early_exit' needs the class's own. Use another strategy."
+            f"{type(module).__name__}.forward has been replaced on this model, so its first layers cannot be run "
+            "alone: speculative='early_exit' needs the class's own. Use another strategy."
         )
     return twin
 

@@ -127,8 +127,8 @@ def _warn_of_no_head(target: Any, layers: int) -> None:
     _warned.add(key)
     warnings.warn(
         f"speculative='early_exit' without a head: after {layers} layers the draft is read by the target's own final "
-        "norm and lm_head. Only a target that was trained for it (LayerSkip) gains from that; for others pass a trained "
-        "EarlyExitHead as assistant_model.",
+        "norm and lm_head. Only a target that was trained for it (LayerSkip) gains from that; for others pass a "
+        "trained EarlyExitHead as assistant_model.",
         UserWarning,
         stacklevel=2,
     )

@@ -272,7 +272,7 @@ class EarlyExitHead(DraftVocabulary, PreTrainedModel):
 
     def features(self, hidden_states: torch.Tensor, exit_layer: int) -> torch.Tensor:
         """What the lm_head reads, [..., D], of the target's states after ``exit_layer`` layers [..., D]."""
-        layer = self.layers[self.config.exit_layers.index(exit_layer)]
+        layer: Any = self.layers[self.config.exit_layers.index(exit_layer)]
         weight = layer.norm.weight
         return layer(hidden_states.to(weight.device, weight.dtype))
 

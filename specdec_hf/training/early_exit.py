@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..heads.early_exit import EarlyExitConfig, EarlyExitHead
-from .losses import Losses, LossWeights, chunked_losses, combine
+from .losses import Losses, chunked_losses, combine
 from .objective import DSparkObjective
 from .store import Sequence, draft_vocabulary
 
@@ -28,7 +28,7 @@ class EarlyExitObjective(DSparkObjective):
         num_anchors: answer tokens drawn in each text of each step; what a token costs is its logits.
     """
 
-    def forward(
+    def forward(  # type: ignore[override]  # no blocks are drawn, so there are no anchors to give
         self,
         input_ids: torch.Tensor,
         loss_mask: torch.Tensor,
@@ -93,9 +93,10 @@ def new_exit_head(
     if config.has_reduced_vocab:
         head.set_draft_vocabulary(draft_vocabulary(sequences, config.draft_vocab_size, config.vocab_size)[0])
     weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
-    if isinstance(weight, torch.Tensor) and weight.shape == head.layers[0].out_norm.weight.shape:
+    layers: Any = head.layers
+    if isinstance(weight, torch.Tensor) and weight.shape == layers[0].out_norm.weight.shape:
         with torch.no_grad():
-            for layer in head.layers:
+            for layer in layers:
                 layer.out_norm.weight.copy_(weight * norm_scale)
     return head
 
