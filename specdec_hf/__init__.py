@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "DSparkConfig": "heads.dspark",
     "DSparkDraftModel": "heads.dspark",
+    "MedusaConfig": "heads.medusa",
+    "MedusaHead": "heads.medusa",
     "SpeculationStats": "output",
     "SpeculativeConfig": "options",
     "SpeculativeGenerationMixin": "generation",
@@ -40,6 +42,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .generation import uninstall as uninstall
     from .heads.dspark import DSparkConfig as DSparkConfig
     from .heads.dspark import DSparkDraftModel as DSparkDraftModel
+    from .heads.medusa import MedusaConfig as MedusaConfig
+    from .heads.medusa import MedusaHead as MedusaHead
     from .options import SpeculativeConfig as SpeculativeConfig
     from .output import SpeculationStats as SpeculationStats
     from .packing import pack_linears as pack_linears

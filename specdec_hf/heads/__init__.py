@@ -14,6 +14,8 @@ _WHERE = {
     "DSparkDraftModel": "dspark",
     "DSparkOutput": "dspark",
     "DraftContext": "dspark",
+    "MedusaConfig": "medusa",
+    "MedusaHead": "medusa",
 }
 
 __all__ = list(_WHERE)
