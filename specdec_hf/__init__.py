@@ -15,6 +15,8 @@ _WHERE = {
     "DSparkDraftModel": "heads.dspark",
     "EarlyExitConfig": "heads.early_exit",
     "EarlyExitHead": "heads.early_exit",
+    "MedusaConfig": "heads.medusa",
+    "MedusaHead": "heads.medusa",
     "SpeculationStats": "output",
     "SpeculativeConfig": "options",
     "SpeculativeGenerationMixin": "generation",
@@ -44,6 +46,8 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run __getattr__
     from .heads.dspark import DSparkDraftModel as DSparkDraftModel
     from .heads.early_exit import EarlyExitConfig as EarlyExitConfig
     from .heads.early_exit import EarlyExitHead as EarlyExitHead
+    from .heads.medusa import MedusaConfig as MedusaConfig
+    from .heads.medusa import MedusaHead as MedusaHead
     from .options import SpeculativeConfig as SpeculativeConfig
     from .output import SpeculationStats as SpeculationStats
     from .packing import pack_linears as pack_linears

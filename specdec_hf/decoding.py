@@ -274,11 +274,11 @@ class _Decoder:
             )
             anchors, positions = self.ids[rows, starts - 1], self.runner.positions
             request = DraftRequest(
-                anchors, positions, limits, width, sampler, self.ids, self.lengths, self._budgets(), self.runner.early
+                anchors, positions, limits, width, sampler, self.ids, self.lengths, self.runner.early
             )
             proposal = self.drafter.propose(request)
-            if not self.takes_trees:
-                proposal = proposal.first_path()
+            if proposal.parents is not None:
+                proposal = proposal.no_deeper(self._budgets()) if self.takes_trees else proposal.first_path()
             threshold = self.config.assistant_confidence_threshold or 0.0
             lengths = proposal.lengths
             if threshold > 0 and proposal.confidence is not None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from . import _hf, drafters
 from .cache import cannot_roll_back
 from .decoding import Call, decode
-from .heads import dspark, early_exit  # noqa: F401 - registers them: a pipeline may load a head by its name
+from .heads import dspark, early_exit, medusa  # noqa: F401 - registers them: a pipeline may load a head by its name
 from .options import KNOBS, SpeculativeConfig, knobs_of_prepared, resolve, strategy_of, user_set
 from .output import SpeculationStats
 

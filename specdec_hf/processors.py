@@ -52,6 +52,8 @@ class ProcessorStack:
         self.in_order = len(self._pure) < len(processors)
         #: True when columns must be target ids for some processor that the draft applies.
         self.uses_ids = any(map(_uses_ids, self._pure))
+        #: True when some processor looks at the tokens before a position.
+        self.has_prefix = not all(map(_is_fixed, self._pure))
         self.is_empty = not processors
 
     def one_position(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -244,6 +246,16 @@ class DraftSampler:
             LongTensor [B] of target ids.
         """
         place = len(self._tokens)
+        scores, vocabulary = self._scores(logits, vocabulary, place)
+        columns = scores.argmax(dim=-1) if self._uniforms is None else self._draw(scores, self._uniforms[:, place])
+        tokens = columns if vocabulary is None else vocabulary[columns]
+        self._ids[self._rows, self._positions + place] = tokens
+        self._tokens.append(tokens)
+        self._vocabulary = vocabulary
+        return tokens
+
+    def _scores(self, logits: Tensor, vocabulary: Tensor | None, place: int) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, W] to choose from behind `place` drafted tokens, which stand in the ids; the ids of columns."""
         scores = logits.to(self._ids.device, torch.float32)
         if vocabulary is not None and self._stack.uses_ids:
             full = scores.new_full((scores.shape[0], self._vocab_size), float("-inf"))
@@ -256,12 +268,48 @@ class DraftSampler:
         if self._noise is not None:
             noise = self._noise[:, place]
             scores = scores + (noise if vocabulary is None else noise[:, vocabulary])
-        columns = scores.argmax(dim=-1) if self._uniforms is None else self._draw(scores, self._uniforms[:, place])
-        tokens = columns if vocabulary is None else vocabulary[columns]
-        self._ids[self._rows, self._positions + place] = tokens
-        self._tokens.append(tokens)
-        self._vocabulary = vocabulary
-        return tokens
+        return scores, vocabulary
+
+    @property
+    def depends_on_path(self) -> bool:
+        """Whether siblings below different nodes of one depth must be drawn apart: processors look at the path."""
+        return self._stack.has_prefix
+
+    def siblings(
+        self, logits: Tensor, nodes: list[int], path: Tensor, vocabulary: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draw different tokens to stand below one node of a tree, without replacement, the best first if greedy.
+
+        Groups of one depth may share a draw: at most one of them is ever judged.
+
+        Args:
+            logits: [B, W] in any float type.
+            nodes: one index of the round's tree per sibling; no other draw of the round may name the same.
+            path: LongTensor [B, d], the tokens down to the node, itself included; d = 0 at the anchor.
+            vocabulary: as in `sample`.
+
+        Returns:
+            LongTensor [B, C] of C = min(len(nodes), W) target ids; float32 [B, W'], the distribution that the first
+            was drawn from, None if they were chosen; and the target ids of its columns (None = all in order).
+        """
+        if path.shape[1]:
+            self.enter(path)
+        scores, vocabulary = self._scores(logits, vocabulary, path.shape[1])
+        count = min(len(nodes), scores.shape[1])
+        if self._uniforms is None:
+            columns, probs = scores.nan_to_num(nan=float("-inf")).topk(count, dim=-1).indices, None
+        else:
+            probs = self._probabilities(scores)
+            left, free, drawn = probs, torch.ones_like(probs), []
+            for node in nodes[:count]:
+                # Where nothing is left to draw from, any token that is not a sibling yet: it is then chosen, and the
+                # accept rule takes it as such.
+                empty = left.sum(dim=-1, keepdim=True) <= 0
+                column = draw(torch.where(empty, free, left), self._uniforms[:, node])
+                left, free = (t.scatter(1, column[:, None], 0.0) for t in (left, free))
+                drawn.append(column)
+            columns = torch.stack(drawn, dim=1)
+        return (columns if vocabulary is None else vocabulary[columns]), probs, vocabulary
 
     def enter(self, tokens: Tensor) -> None:
         """Write a proposal's tokens [B, K] behind the committed ones: the block that the target reads, whoever drew."""
@@ -269,14 +317,19 @@ class DraftSampler:
         self._ids[self._rows[:, None], columns] = tokens
 
     def _draw(self, scores: Tensor, uniforms: Tensor) -> Tensor:
-        probs = torch.nan_to_num(scores.softmax(dim=-1))
-        # A row that nothing may be drawn from (all scores -inf, or NaN from a broken head) still drafts a token. It
-        # is then chosen, not drawn, so its distribution is one-hot; the accept rule stays exact.
-        probs[:, 0] += (probs.sum(dim=-1) <= 0).float()
+        probs = self._probabilities(scores)
         columns = draw(probs, uniforms)
         self._probs.append(probs)
         self._token_probs.append(probs.gather(1, columns[:, None]).squeeze(1))
         return columns
+
+    @staticmethod
+    def _probabilities(scores: Tensor) -> Tensor:
+        probs = torch.nan_to_num(scores.softmax(dim=-1))
+        # A row that nothing may be drawn from (all scores -inf, or NaN from a broken head) still drafts a token. It
+        # is then chosen, not drawn, so its distribution is one-hot; the accept rule stays exact.
+        probs[:, 0] += (probs.sum(dim=-1) <= 0).float()
+        return probs
 
     def drafted(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """(tokens [B, K], token_probs, probs, vocabulary), as `Proposal` wants them."""

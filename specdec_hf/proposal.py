@@ -6,7 +6,7 @@ Letters in the shapes: B rows, K drafted tokens, V the target's vocabulary, W th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -63,20 +63,44 @@ class Proposal:
         if self.parents is None:
             return self
         trees = zip(self.parents.tolist(), self.lengths, strict=True)
-        paths = [first_path(parents[:length]) for parents, length in trees]
-        lengths = [len(path) for path in paths]
-        filled = [path + [0] * (max(lengths) - len(path)) for path in paths]
-        nodes = torch.tensor(filled, dtype=torch.long, device=self.tokens.device).view(len(paths), max(lengths))
-        tokens, probs = self.tokens.gather(1, nodes), self.probs
-        confidence = None if self.confidence is None else self.confidence.gather(1, nodes)
-        if probs is None:
-            return Proposal(tokens, lengths, confidence=confidence)
-        rows = torch.arange(len(paths), device=nodes.device)[:, None]
-        probs, columns = probs[rows, nodes], tokens
+        chain = self._only([first_path(parents[:length]) for parents, length in trees])
+        if self.probs is None:
+            return replace(chain, parents=None)
+        assert chain.probs is not None
+        columns = chain.tokens
         if self.vocabulary is not None:
-            columns = (self.vocabulary == tokens[:, :, None]).long().argmax(dim=-1)
-        token_probs = probs.gather(2, columns[:, :, None]).squeeze(2)
-        return Proposal(tokens, lengths, token_probs, probs, self.vocabulary, confidence)
+            columns = (self.vocabulary == columns[:, :, None]).long().argmax(dim=-1)
+        return replace(chain, parents=None, token_probs=chain.probs.gather(2, columns[:, :, None]).squeeze(2))
+
+    def no_deeper(self, depths: list[int]) -> Proposal:
+        """Of a tree, the nodes of each row b that are at most `depths[b]` deep. This depends on no token either."""
+        assert self.parents is not None
+        nodes = []
+        for parents, length, most in zip(self.parents.tolist(), self.lengths, depths, strict=True):
+            own = [0] * length
+            for node in range(length):
+                own[node] = 1 + (own[parents[node]] if parents[node] >= 0 else 0)
+            nodes.append([node for node in range(length) if own[node] <= most])
+        return self._only(nodes)
+
+    def _only(self, nodes: list[list[int]]) -> Proposal:
+        """Of a tree, these nodes of each row, with all their ancestors among them."""
+        assert self.parents is not None
+        lengths, width = list(map(len, nodes)), max(map(len, nodes), default=0)
+        host = self.parents.tolist()
+        places = [{-1: -1, **{node: place for place, node in enumerate(own)}} for own in nodes]
+        parents = [
+            [at[host[row][node]] for node in own] for row, (at, own) in enumerate(zip(places, nodes, strict=True))
+        ]
+        fill = [[*own, *[0] * (width - len(own))] for own in nodes]
+        index = torch.tensor(fill, dtype=torch.long, device=self.tokens.device).view(len(nodes), width)
+        rows = torch.arange(len(nodes), device=index.device)[:, None]
+        token_probs, probs, confidence = (
+            None if t is None else t[rows, index] for t in (self.token_probs, self.probs, self.confidence)
+        )
+        above = torch.tensor([[*own, *[-1] * (width - len(own))] for own in parents], dtype=torch.long)
+        above = above.view(len(nodes), width)
+        return Proposal(self.tokens[rows, index], lengths, token_probs, probs, self.vocabulary, confidence, above)
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,8 @@ class TapRecorder:
 
     Args:
         model: the target.
-        layer_ids: 0-based decoder layers; -1 = the embedding output that enters layer 0.
+        layer_ids: 0-based decoder layers; -1 = the embedding output that enters layer 0; the number of layers = the
+            decoder's last hidden state, behind its final norm, which is what lm_head reads.
     """
 
     def __init__(self, model: nn.Module, layer_ids: list[int]) -> None:
@@ -157,7 +158,10 @@ class TapRecorder:
         if self._ids and not self._by_output:
             layers = decoder_layers(self._model)
             for i in self._ids:
-                if i < 0:
+                if i == len(layers):
+                    decoder: Any = getattr(self._model, "get_decoder", lambda: self._model)()
+                    self._handles.append(decoder.register_forward_hook(self._after(i)))
+                elif i < 0:
                     self._handles.append(layers[0].register_forward_pre_hook(self._before(i), with_kwargs=True))
                 else:
                     self._handles.append(layers[i].register_forward_hook(self._after(i)))
@@ -172,7 +176,8 @@ class TapRecorder:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if threading.get_ident() != self._thread:
                 return  # another call of the same model
-            self._states[i].append(output[0] if isinstance(output, tuple) else output)
+            states = getattr(output, "last_hidden_state", output)  # of a whole decoder
+            self._states[i].append(states[0] if isinstance(states, tuple) else states)
 
         return hook
 

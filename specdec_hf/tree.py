@@ -7,6 +7,7 @@ arXiv 2401.10774. Rank 0: knows neither models nor caches.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import torch
@@ -94,3 +95,47 @@ def first_path(parents: list[int]) -> list[int]:
             path.append(node)
             at = node
     return path
+
+
+def best_tree(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
+    """The tree of candidates that is expected to accept most tokens with so many nodes.
+
+    A node is named by the ranks on its way: ``(0, 2)`` is the third guess at depth 2 below the best one at depth 1. Its
+    chance is taken as the product of its ranks' accuracies, so the best tree holds the nodes of the highest products
+    (Cai et al., "Medusa", arXiv 2401.10774, section 2.3.3).
+
+    Args:
+        accuracies: per depth, per rank: how often the token there was that guess. Rising ones within a depth count as
+            the lowest before them, as siblings are drawn in order.
+        nodes: how many, at least 1; fewer come back if there are no more.
+
+    Returns:
+        Paths of ranks by falling chance, each behind its parent and its better siblings: its first n are the best tree
+        of n nodes.
+    """
+    falling = [[min(depth[: rank + 1]) for rank in range(len(depth))] for depth in accuracies]
+    waiting: list[tuple[float, tuple[int, ...], float]] = [(-falling[0][0], (0,), 1.0)]
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < nodes:
+        minus, path, above = heapq.heappop(waiting)
+        chosen.append(path)
+        depth, rank = len(path), path[-1]
+        if rank + 1 < len(falling[depth - 1]):
+            heapq.heappush(waiting, (-above * falling[depth - 1][rank + 1], (*path[:-1], rank + 1), above))
+        if depth < len(falling) and falling[depth]:
+            heapq.heappush(waiting, (minus * falling[depth][0], (*path, 0), -minus))
+    return chosen
+
+
+def chance_of(path: tuple[int, ...], accuracies: list[list[float]]) -> float:
+    """The chance that `best_tree` takes a node to have."""
+    chance = 1.0
+    for depth, rank in enumerate(path):
+        chance *= min(accuracies[depth][: rank + 1])
+    return chance
+
+
+def parents_of(paths: list[tuple[int, ...]]) -> list[int]:
+    """Parents, as in `TokenTree`, of nodes that are named by their paths; each must stand behind its parent."""
+    place = {path: node for node, path in enumerate(paths)}
+    return [place[path[:-1]] if len(path) > 1 else -1 for path in paths]

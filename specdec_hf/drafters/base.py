@@ -54,7 +54,6 @@ class DraftRequest:
         ids: LongTensor [B, capacity], the text: prompt (padding included), committed tokens, the anchor, and behind it
             what the sampler has drawn in this round so far. Not to be written to.
         lengths: per row, tokens of `ids` up to and including the anchor.
-        depths: per row, tokens that can still be accepted: how deep a tree may be (a chain's `limits` say so already).
         early: the target's first `Drafter.early_layers` layers; None where the drafter has none.
     """
 
@@ -65,7 +64,6 @@ class DraftRequest:
     sampler: DraftSampler
     ids: Tensor
     lengths: list[int]
-    depths: list[int]
     early: EarlyLayers | None = None
 
 
@@ -120,7 +118,8 @@ class Drafter(ABC):
         level_rows: True if all rows of a batch must stay at one length.
         max_depth: for a drafter of trees (`Proposal.parents`), whose `limits` and `max_tokens` count nodes: depth of
             the deepest; None = it drafts chains. Where the target cannot verify trees (attention without dense masks,
-            ALiBi, `output_attentions`), the loop keeps the chain of first children.
+            ALiBi, `output_attentions`), the loop keeps the chain of first children; nodes deeper than the text may
+            still become are cut by it too.
         early_layers: how many of the target's first layers it drafts with, through `DraftRequest.early`; None = it does
             not use them.
     """

@@ -16,6 +16,8 @@ _WHERE = {
     "DraftContext": "dspark",
     "EarlyExitConfig": "early_exit",
     "EarlyExitHead": "early_exit",
+    "MedusaConfig": "medusa",
+    "MedusaHead": "medusa",
 }
 
 __all__ = list(_WHERE)

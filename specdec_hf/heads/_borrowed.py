@@ -92,7 +92,7 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
     """Compare a head's configuration with a target model.
 
     Args:
-        config: the head's configuration.
+        config: the head's, e.g. a :class:`DSparkConfig`.
         target: the target model, maybe under an adapter or compiled.
 
     Raises:
@@ -109,7 +109,7 @@ def check_target(config: PretrainedConfig, target: Any) -> None:
     layers = text.num_hidden_layers
     if config.num_target_layers is not None:
         _same(config, "num_target_layers", layers, f"the decoder layers of {name}")
-    if max(config.target_layer_ids) >= layers - 1:
+    if max(config.target_layer_ids, default=-1) >= layers - 1:
         raise ValueError(
             f"target_layer_ids={config.target_layer_ids}: {name} has {layers} layers, so taps go up to {layers - 2} "
             "(0-based; the last layer is refused, its state is reported after the final norm). Use its own target."

@@ -26,6 +26,8 @@ from specdec_hf import (
     DSparkDraftModel,
     EarlyExitConfig,
     EarlyExitHead,
+    MedusaConfig,
+    MedusaHead,
     SpeculativeConfig,
     drafters,
     enable_speculation,
@@ -33,6 +35,7 @@ from specdec_hf import (
 )
 from specdec_hf.drafters.draft_model import DraftModelDrafter
 from specdec_hf.drafters.early_exit import EarlyExitDrafter
+from specdec_hf.drafters.medusa import MedusaDrafter
 from specdec_hf.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_hf.proposal import Proposal
 
@@ -247,6 +250,41 @@ def _told_what_it_reads(propose: Any) -> Any:
     return told
 
 
+class TaughtMedusa(Teachable, MedusaHead):
+    """Heads that run in full; `TaughtMedusaDrafter` then lifts the logits of the taught text's tokens."""
+
+
+class TaughtMedusaDrafter(MedusaDrafter):
+    """Where the assistant errs, the taught token is the second guess, so that siblings are accepted too."""
+
+    def _logits(self, request: Any) -> Tensor:
+        logits = super()._logits(request).float().clone()
+        ids = {token: column for column, token in enumerate(self._head.draft_token_ids().tolist())}
+        for row, key in enumerate(zip(request.positions.tolist(), request.anchors.tolist(), strict=True)):
+            for k, token in enumerate(self._head.following(*key)[: logits.shape[1]]):
+                adjusted = self._head.adjusted(token, key[0] + k)
+                if self._head.agreement == "sometimes" and token in ids:
+                    logits[row, k, ids[token]] += 499.0
+                if adjusted in ids:
+                    logits[row, k, ids[adjusted]] += 500.0
+        return logits
+
+
+def make_medusa(model: Any, agreement: str, block_size: int = 4, **overrides: Any) -> TaughtMedusa:
+    """A chain of `block_size` nodes and two more: another first token, and one below it."""
+    shares = [[0.9, 0.5], *([[0.9, 0.1]] * (block_size - 1))]
+    config = MedusaConfig.for_target(
+        model.config, **{"medusa_num_heads": block_size, "rank_accuracies": shares, **overrides}
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        head = TaughtMedusa(config).eval()
+        for block in head.blocks:
+            torch.nn.init.normal_(block[0].linear.weight, std=0.3)
+    head.agreement, head.max_draft_tokens = agreement, block_size + 2 * (block_size > 1)
+    return head
+
+
 def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
     """Let a drafter draft as many tokens as a test's assistant says; ``taught`` replaces the class for those."""
     create = cls.create.__func__
@@ -254,7 +292,7 @@ def _limited_to_the_assistants_block(cls: Any, taught: Any = None) -> None:
     def limited(own: Any, head: Any, model: Any, config: Any) -> Any:
         if not isinstance(head, Teachable):
             return create(own, head, model, config)
-        drafter = create(taught or own, None if taught else head, model, config)
+        drafter = create(taught or own, None if isinstance(head, TaughtLookup) else head, model, config)
         drafter.head, drafter.max_tokens, drafter.default_tokens = head, head.max_draft_tokens, None
         return drafter
 
@@ -265,6 +303,7 @@ _limited_to_the_assistants_block(DraftModelDrafter)
 _limited_to_the_assistants_block(EarlyExitDrafter)
 _limited_to_the_assistants_block(PromptLookupDrafter, TaughtLookupDrafter)
 EarlyExitDrafter.propose = _told_what_it_reads(EarlyExitDrafter.propose)
+_limited_to_the_assistants_block(MedusaDrafter, TaughtMedusaDrafter)
 
 STRATEGIES = [name for name in drafters.available() if f"make_{name}" in globals()]
 
