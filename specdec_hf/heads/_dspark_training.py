@@ -95,6 +95,7 @@ class BlockTraining:
         input_ids: torch.Tensor,
         context_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        context_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Many blocks of the same sequences at once, with gradients; each sees what precedes its anchor, and itself.
 
@@ -105,6 +106,7 @@ class BlockTraining:
             input_ids: [B, S].
             context_mask: [B, S] boolean, false for tokens (padding) that no block may see.
             position_ids: [B, S]; default 0 to S - 1.
+            context_starts: [B, N] first index that each block may see, where a row holds several texts; default 0.
 
         Returns:
             Normed hidden states [B, N, P, D]; entry k predicts the token at the anchor + 1 + k.
@@ -124,7 +126,7 @@ class BlockTraining:
         for index, layer in enumerate(self.draft_layers()):
             window = config.window_of_layer(index)
             if window not in masks:
-                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask)
+                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask, context_starts)
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
             context_keys, context_values = attention.keys_values(features, context_rotary)
             block_keys, block_values = attention.keys_values(normed, block_rotary)
@@ -157,13 +159,20 @@ class BlockTraining:
 
 
 def _training_mask(
-    anchors: torch.Tensor, length: int, block: int, window: int | None, context_mask: torch.Tensor | None
+    anchors: torch.Tensor,
+    length: int,
+    block: int,
+    window: int | None,
+    context_mask: torch.Tensor | None,
+    context_starts: torch.Tensor | None,
 ) -> torch.Tensor:
     """[B, 1, N * K, S + N * K]: context before the anchor, and the own block. No query is left without a key."""
     places = torch.arange(length, device=anchors.device)
     seen = places < anchors[..., None]
     if window is not None:
         seen = seen & (places >= anchors[..., None] - window)
+    if context_starts is not None:
+        seen = seen & (places >= context_starts[..., None])
     if context_mask is not None:
         seen = seen & context_mask[:, None].to(torch.bool)
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)

@@ -67,7 +67,7 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     _write_texts(target, tokenizer, path, data, output / "texts", say)
     say("training")
     resume = any(output.glob("checkpoint-*"))
-    return train(target, config, resume=resume)[1]
+    return train(target, config, resume=resume, say=say)[1]
 
 
 def _write_texts(
