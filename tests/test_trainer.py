@@ -13,8 +13,9 @@ from conftest import FAMILIES
 from specdec_hf.heads.dspark import DSparkDraftModel
 from specdec_hf.training.features import FeatureCache, target_features
 from specdec_hf.training.optim import MuonAdamW, orthogonalised
+from specdec_hf.training.rows import collate
 from specdec_hf.training.store import Sequence, TokenStore
-from specdec_hf.training.trainer import TrainConfig, collate, learning_rate_factor, train
+from specdec_hf.training.trainer import TrainConfig, learning_rate_factor, train
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 HEAD = {"block_size": 3, "markov_rank": 8, "target_layer_ids": [0, 2], "num_hidden_layers": 1}
@@ -73,9 +74,12 @@ def test_resume_equals_one_run(tiny_target, tmp_path, cached):
 
 def test_features_of_padded_rows_equal_single_ones(tiny_target, tmp_path):
     target = tiny_target()
-    rows = [{"input_ids": torch.randint(3, 96, (n,)), "loss_mask": torch.ones(n, dtype=torch.bool)} for n in (5, 9)]
+    rows = [
+        {"input_ids": torch.randint(3, 96, (n,)), "loss_mask": torch.ones(n).bool(), "anchors": torch.zeros(1).long()}
+        for n in (5, 9)
+    ]
     batch = collate(rows)
-    both = target_features(target, [0, 2], batch["input_ids"], batch["real"])
+    both = target_features(target, [0, 2], batch["input_ids"], batch["segments"])
     single = target_features(target, [0, 2], rows[0]["input_ids"][None], torch.ones(1, 5, dtype=torch.bool))
     torch.testing.assert_close(both.taps[:1, :5], single.taps, atol=1e-5, rtol=1e-5)
     assert both.taps.shape == (2, 9, 64) and both.last_hidden.shape == (2, 9, 32)

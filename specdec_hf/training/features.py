@@ -168,7 +168,7 @@ class FeatureCache:
         say(f"features of {len(missing)} texts: {need / 1e9:.2f} GB in {self.path}, {free / 1e9:.2f} GB are free there")
         self.path.mkdir(parents=True, exist_ok=True)
         _write_whole(known, json.dumps(self.made_of()).encode())
-        missing = missing[part::parts]
+        missing = [index for index in missing if index % parts == part]
         told = time.monotonic()
         for done, index in enumerate(missing, 1):
             self._write(index)
