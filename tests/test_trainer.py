@@ -202,11 +202,21 @@ train:
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_and_decode_losslessly(tiny_target, tmp_path, family):
+MORE_FAMILIES = {
+    "qwen2": ("qwen2", {}),
+    "smollm2": ("llama", {"tie_word_embeddings": True, "hidden_size": 36, "num_attention_heads": 9, "head_dim": 4,
+                          "num_key_value_heads": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_families_train_and_decode_losslessly(tiny_target, tmp_path, monkeypatch, family):
     from specdec_hf import enable_speculation
 
-    target = tiny_target(family)
+    kind, shape = MORE_FAMILIES.get(family, (family, {}))
+    monkeypatch.setitem(FAMILIES, kind, FAMILIES.get(kind, {}))
+    target = tiny_target(kind, **shape)
     write_texts(tmp_path / "data", target, count=6, length=14)
     train(target, small(tmp_path, max_steps=2, num_anchors=4, validation=0, batch_size=3))
     head = DSparkDraftModel.from_pretrained(tmp_path / "out" / "head")

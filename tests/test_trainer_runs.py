@@ -19,6 +19,7 @@ from specdec_hf.heads.dspark import DSparkDraftModel
 from specdec_hf.targets import TapRecorder
 from specdec_hf.training.features import FeatureCache, target_features
 from specdec_hf.training.objective import DSparkObjective
+from specdec_hf.training.placement import process_state
 from specdec_hf.training.rows import TextDataset, collate, pack
 from specdec_hf.training.store import Sequence, TokenStore
 from specdec_hf.training.trainer import TrainConfig, TrainingModule, freeze_copies, last_checkpoint, new_head, train
@@ -297,6 +298,12 @@ def test_accelerate_reads_the_config_for_several_devices():
     loaded = load_config_from_file(str(CONFIGS / "accelerate-sharded-target.yaml"))
     assert loaded.distributed_type.value == "MULTI_GPU" and loaded.num_processes > 1
     assert loaded.mixed_precision == "bf16"
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were started"):
+        process_state(False)
 
 
 def test_sharding_needs_several_processes(tiny_target, tmp_path):

@@ -45,7 +45,7 @@ class DSparkObjective(nn.Module):
         target: nn.Module,
         weights: LossWeights | None = None,
         num_anchors: int = 64,
-        chunk: int | None = 1024,
+        chunk: int | None = 256,
     ) -> None:
         super().__init__()
         target.requires_grad_(False)
@@ -68,7 +68,7 @@ class DSparkObjective(nn.Module):
 
     def features(
         self, blocks: Blocks, input_ids: torch.Tensor, taps: torch.Tensor, positions: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Of every slot: normed hidden [B, A, K, D], Markov latent [B, A, K, r] and confidence logits [B, A, K].
 
         The last two are ``None`` without these heads. Teacher forcing: the token before a slot is the true one.
@@ -79,7 +79,7 @@ class DSparkObjective(nn.Module):
         markov = self.head.markov_head
         if markov is None:
             confidence = None if self.head.confidence_head is None else self.head.confidence_head(hidden, None)
-            return hidden, None, confidence  # type: ignore[return-value]
+            return hidden, None, confidence
         embedded = markov.embed(blocks.previous)
         if markov.kind == "rnn":
             state, steps = None, []
@@ -90,7 +90,7 @@ class DSparkObjective(nn.Module):
         else:
             latent, _ = markov.latent(None, embedded, hidden)
         confidence = None if self.head.confidence_head is None else self.head.confidence_head(hidden, embedded)
-        return hidden, latent, confidence  # type: ignore[return-value]
+        return hidden, latent, confidence
 
     def draft_logits(self, hidden: torch.Tensor, latent: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., Vd] of a slot, Markov bias included."""
@@ -187,8 +187,8 @@ class DSparkObjective(nn.Module):
         else:
             doubt = confidence_loss(confidence[valid], distance)
             total = total + self.weights.confidence * (scale * doubt).sum()
-        means = [(scale * loss).sum().detach() for loss in (ce, distance, doubt)]
-        return Losses(total, *means, mean_acceptance(distance, valid))
+        ce, tv, bce = ((scale * loss).sum().detach() for loss in (ce, distance, doubt))
+        return Losses(total, ce, tv, bce, mean_acceptance(distance, valid))
 
     def _projection_parameters(self) -> list[nn.Parameter]:
         modules = [self.head.lm_head, None if self.head.markov_head is None else self.head.markov_head.markov_w2]

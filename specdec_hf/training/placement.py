@@ -1,12 +1,30 @@
-"""Where a frozen target lives in training: on the process's device, or with its layers spread over all processes."""
+"""Where training runs: which process this is, and where the frozen target lives, here or spread over all processes."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from ..targets import decoder_layers
+
+
+def process_state(use_cpu: bool) -> PartialState:
+    """accelerate's view of this process: its number, how many there are, and its device.
+
+    Raises:
+        ValueError: a launcher started several processes, and accelerate takes each for the only one.
+    """
+    state = PartialState(cpu=use_cpu)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started != state.num_processes:
+        raise ValueError(
+            f"{started} processes were started, but accelerate found no accelerator and takes each for the only one; "
+            "set use_cpu: true to train on several processes without accelerators"
+        )
+    return state
 
 
 def place_target(target: Any, device: torch.device, shard: bool) -> None:

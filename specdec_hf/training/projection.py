@@ -45,7 +45,7 @@ def projected_losses(
     slots: Slots,
     draft_projection: Projection,
     target_projection: Projection,
-    chunk: int | None = 1024,
+    chunk: int | None = 256,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cross entropy with the labels and ``sum |p_d - p_t|``, weighted and summed, and both slot by slot for reports.
 

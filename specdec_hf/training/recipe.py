@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .data import Sampling, provenance, read_prompts, write_answers, write_user_turns
+from .placement import place_target, process_state
 from .store import TokenStore
 from .trainer import TrainConfig, train
 
@@ -64,7 +65,12 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         source = fetch_default_target(say).path
     tokenizer = AutoTokenizer.from_pretrained(source)
     target = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    _write_texts(target, tokenizer, path, data, output / "texts", say)
+    state = process_state(config.use_cpu)
+    if not config.shard_target:
+        place_target(target, state.device, shard=False)
+    if state.is_main_process:  # under accelerate launch the others wait; where that takes long, write the texts before
+        _write_texts(target, tokenizer, path, data, output / "texts", say)
+    state.wait_for_everyone()
     say("training")
     resume = any(output.glob("checkpoint-*"))
     return train(target, config, resume=resume, say=say)[1]

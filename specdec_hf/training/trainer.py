@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -22,7 +21,7 @@ from .features import FeatureCache, target_features
 from .losses import LossWeights, anchor_places
 from .objective import DSparkObjective
 from .optim import MuonAdamW
-from .placement import place_target
+from .placement import place_target, process_state
 from .rows import TextDataset, collate
 from .store import Sequence, TokenStore, draft_vocabulary
 
@@ -85,7 +84,7 @@ class TrainConfig:
     feature_cache: str | None = None
     max_length: int = 4096
     packing: bool = False
-    chunk: int | None = 1024
+    chunk: int | None = 256
     sample_slots: bool = False
     initial_norm_scale: float = 0.15
     seed: int = 0
@@ -403,7 +402,7 @@ def train(
         ValueError: no texts, texts of another vocabulary, or a head for another target.
         OSError: the feature cache does not fit on the disk.
     """
-    state = PartialState(cpu=config.use_cpu)
+    state = process_state(config.use_cpu)
     texts = load_texts(config, target.config.get_text_config().vocab_size)
     held_out = min(config.validation, len(texts) // 5)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
