@@ -134,7 +134,8 @@ def main() -> None:
         row = rows[-1]
         print(
             f"{variant:8} {anchors:4} anchors: peak {row['peak']:6.2f} GB, {row['step']:6.2f} GB of it by the step; "
-            f"{row['seconds']:6.1f} s ({row['cpu']:.1f} s of processor time); loss {row['loss']:.6f}, gradient {row['gradient']:.6f}",
+            f"{row['seconds']:6.1f} s, {row['cpu']:6.1f} s of processor time; "
+            f"loss {row['loss']:.6f}, gradient {row['gradient']:.6f}",
             flush=True,
         )
 

@@ -44,6 +44,7 @@ __all__ = [
     "StaticLayer",
     "StaticSlidingWindowLayer",
     "attention_implementation",
+    "check_trackers",
     "decode_context",
     "global_default",
     "outlives_call",
@@ -124,6 +125,13 @@ def pad_token(generation_config: Any) -> int | None:
 def outlives_call(cache: Any, generation_config: Any) -> bool:
     """Whether somebody can see the cache when `generate` has returned."""
     return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+
+def check_trackers(names: list[str]) -> None:
+    """`Trainer`'s own check of `report_to`, before anything long is begun: `ValueError` for an unknown tracker."""
+    from transformers.integrations import get_reporting_integration_callbacks  # slow to import, and only training asks
+
+    get_reporting_integration_callbacks(names)
 
 
 def train_on_one_device(arguments: Any) -> None:

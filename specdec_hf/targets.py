@@ -91,6 +91,14 @@ def finished_logits(model: Any, logits: Tensor) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def norm_scale(norm: Any) -> Tensor | None:
+    """The factors [Dt] that a norm multiplies with, or `None` for what is no norm. Gemma's store them less 1."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or isinstance(norm, nn.LayerNorm):
+        return weight if isinstance(weight, Tensor) else None
+    return norm(torch.ones_like(weight))  # the root mean square of ones is 1
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether some module's call was compiled: hooks added afterwards would not be seen there."""
     return any(

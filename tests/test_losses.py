@@ -299,3 +299,6 @@ def test_sampled_slots_have_the_same_loss_in_expectation(target):
         drawn = [float(objective(ids, mask, taps, last, anchors=chosen, dice=one).total) for one in dice]
         whole = float(objective(ids, mask, taps, last, anchors=chosen).total)
     assert sum(drawn) / len(drawn) == pytest.approx(whole, rel=0.02) and len(set(drawn)) > 1
+    none = objective(ids, mask, taps, last, anchors=chosen, dice=torch.ones(4, 30, 4)).total
+    none.backward()
+    assert float(none.detach()) == 0 and all(not p.grad.any() for p in objective.head.parameters())

@@ -130,7 +130,7 @@ def test_packed_losses_equal_unpacked_ones(monkeypatch, tmp_path, family):
         batch = collate(items, packing)
         features = target_features(target, [0, 2], batch["input_ids"], batch["segments"])
         assert batch["input_ids"].shape[0] == (len(pack([len(item.ids) for item in texts])) if packing else len(texts))
-        outputs.append((module(**batch), features, batch["segments"] > 0, module.weight(**batch)))
+        outputs.append((module(**batch), features, batch["segments"] > 0, module.weight(batch)))
     (plain, apart, real, weight), (packed, together, inside, same) = outputs
     assert float(weight) == pytest.approx(float(same))
     order = [number for row in pack([len(item.ids) for item in texts]) for number in row]
@@ -249,6 +249,21 @@ def test_trackers_and_the_hub(tiny_target, tmp_path, monkeypatch):
     assert [step for step, logs in seen if "loss" in logs] == [1, 2]
     assert seen[0][1]["epoch"] == pytest.approx(4 / 5)
     assert pushed[0][0] == "org/head" and pushed[0][1]["figures"]["texts"] == 6
+
+
+def test_an_unknown_tracker_is_refused_before_anything_is_done(tiny_target, tmp_path):
+    with pytest.raises(ValueError, match="nobody is not supported"):
+        train(tiny_target(), small(tmp_path, report_to=["nobody"]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_untrained_head_begins_with_the_targets_final_norm(family):
+    target = make_target(family)
+    with torch.no_grad():
+        target.model.norm.weight.uniform_(0.5, 2.0)
+    head, _ = new_head(target, TrainConfig("d", "o", head=HEAD, initial_norm_scale=0.1), [])
+    stored = target.model.norm.weight + (1.0 if family == "gemma2" else 0.0)
+    torch.testing.assert_close(head.norm.weight, 0.1 * stored, atol=1e-5, rtol=1e-5)
 
 
 def test_cache_says_its_size_and_refuses_other_texts(tiny_target, tmp_path):

@@ -6,6 +6,7 @@ import difflib
 import functools
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from .._hf import train_on_one_device
+from .._hf import check_trackers, train_on_one_device
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
+from ..targets import norm_scale
 from .features import FeatureCache, target_features
 from .losses import LossWeights, anchor_places
 from .objective import DSparkObjective
@@ -188,17 +190,12 @@ class TrainingModule(nn.Module):
         }
 
     @torch.no_grad()
-    def weight(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        segments: torch.Tensor,
-        anchors: torch.Tensor,
-        dice: torch.Tensor | None = None,
-        **features: torch.Tensor,
-    ) -> torch.Tensor:
+    def weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the slot weights of a batch, a scalar: its share in the normaliser of an update."""
-        return self.objective.supervise(input_ids, loss_mask, *_known(anchors), segments, dice)[1].sum()
+        known = _known(batch["anchors"])
+        return self.objective.supervise(
+            batch["input_ids"], batch["loss_mask"], *known, batch["segments"], batch.get("dice")
+        )[1].sum()
 
 
 def _known(anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +241,7 @@ class HeadTrainer(Trainer):
         """The batches of the next update, and the sum of their slot weights over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.module.objective.weights = self.config.weights_at(self.state.global_step)
-        total = torch.stack([self.module.weight(**batch) for batch in batches]).sum()
+        total = torch.stack([self.module.weight(batch) for batch in batches]).sum()
         return batches, self.accelerator.reduce(total.to(device), "sum").clamp(min=1e-9)
 
     def compute_loss(
@@ -305,8 +302,8 @@ class _HeadInCheckpoint(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             self.module.head.save_pretrained(folder / "head.tmp")
-            if not (folder / "head").exists():
-                (folder / "head.tmp").rename(folder / "head")
+            shutil.rmtree(folder / "head", ignore_errors=True)  # of an earlier run
+            (folder / "head.tmp").rename(folder / "head")
 
 
 def last_checkpoint(output: str | Path) -> Path | None:
@@ -330,10 +327,9 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
         ids, coverage = draft_vocabulary(sequences, head_config.draft_vocab_size, head_config.vocab_size)
         head.set_draft_vocabulary(ids)
     with torch.no_grad():
-        norm = getattr(target.get_decoder(), "norm", None)
-        weight = getattr(norm, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.shape == head.norm.weight.shape:
-            head.norm.weight.copy_(weight * config.initial_norm_scale)
+        scale = norm_scale(getattr(target.get_decoder(), "norm", None))
+        if scale is not None and scale.shape == head.norm.weight.shape:
+            head.norm.weight.copy_(scale * config.initial_norm_scale)
         embeddings = getattr(target.get_input_embeddings(), "weight", None)
         if (
             head.mask_embedding is not None
@@ -402,6 +398,7 @@ def train(
         ValueError: no texts, texts of another vocabulary, or a head for another target.
         OSError: the feature cache does not fit on the disk.
     """
+    check_trackers(config.report_to)
     state = process_state(config.use_cpu)
     texts = load_texts(config, target.config.get_text_config().vocab_size)
     held_out = min(config.validation, len(texts) // 5)
