@@ -24,7 +24,7 @@ from .losses import (
     slot_weights,
     text_starts,
 )
-from .projection import Slots, projected_losses
+from .projection import Projection, Slots, projected_losses
 
 
 class DSparkObjective(nn.Module):
@@ -172,15 +172,15 @@ class DSparkObjective(nn.Module):
         scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser)
         rows = torch.arange(len(input_ids), device=input_ids.device)[:, None, None]
         places = (blocks.sources + rows * input_ids.shape[1])[valid]
-        flat, mass = last_hidden.flatten(0, 1), None
-        if self.head.config.has_reduced_vocab:
-            mass = self._log_mass(flat, places) if target_log_mass is None else target_log_mass.flatten()
-        task = Slots(
-            flat, mass, places, self.label_ids(blocks.labels[valid]), self.weights.ce * scale, self.weights.tv * scale
-        )
-        features = (hidden[valid],) if latent is None else (hidden[valid], latent[valid])
-        total, ce, distance = projected_losses(
-            features, self._projection_parameters(), task, self.draft_logits, self.target_logits, self.chunk
+        total, ce, distance = self.vocabulary_losses(
+            (hidden[valid],) if latent is None else (hidden[valid], latent[valid]),
+            self.draft_logits,
+            self._projection_parameters(),
+            places,
+            blocks.labels[valid],
+            scale,
+            last_hidden,
+            target_log_mass,
         )
         if confidence is None:
             doubt = torch.zeros_like(scale)
@@ -189,6 +189,37 @@ class DSparkObjective(nn.Module):
             total = total + self.weights.confidence * (scale * doubt).sum()
         ce, tv, bce = ((scale * loss).sum().detach() for loss in (ce, distance, doubt))
         return Losses(total, ce, tv, bce, mean_acceptance(distance, valid))
+
+    def vocabulary_losses(
+        self,
+        features: tuple[torch.Tensor, ...],
+        projection: Projection,
+        parameters: list[nn.Parameter],
+        places: torch.Tensor,
+        labels: torch.Tensor,
+        scale: torch.Tensor,
+        last_hidden: torch.Tensor,
+        target_log_mass: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Cross entropy and distance of N slots with the factors of ``weights``.
+
+        Args:
+            features: tensors [N, ...] that ``projection`` turns into draft logits [n, Vd].
+            projection: see :func:`~specdec_hf.training.projection.projected_losses`.
+            parameters: of the head, those that ``projection`` uses.
+            places: [N] of the flattened [B * T] tokens, those whose target state predicts the label.
+            labels: [N] target ids.
+            scale: [N] weight of each slot, as a share of the update's.
+            last_hidden, target_log_mass: [B, T, Dt] and [B, T], see :meth:`forward`.
+
+        Returns:
+            The weighted sum, with a gradient; cross entropy [N] and ``sum |p_d - p_t|`` [N] without.
+        """
+        flat, mass = last_hidden.flatten(0, 1), None
+        if self.head.config.has_reduced_vocab:
+            mass = self._log_mass(flat, places) if target_log_mass is None else target_log_mass.flatten()
+        slots = Slots(flat, mass, places, self.label_ids(labels), self.weights.ce * scale, self.weights.tv * scale)
+        return projected_losses(features, parameters, slots, projection, self.target_logits, self.chunk)
 
     def _projection_parameters(self) -> list[nn.Parameter]:
         modules = [self.head.lm_head, None if self.head.markov_head is None else self.head.markov_head.markov_w2]
