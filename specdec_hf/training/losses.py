@@ -60,6 +60,11 @@ class Blocks(NamedTuple):
     valid: torch.Tensor
     sources: torch.Tensor
 
+    def flat_sources(self, length: int) -> torch.Tensor:
+        """``sources`` in the flattened batch [B * T] of rows of ``length`` tokens."""
+        rows = torch.arange(len(self.sources), device=self.sources.device)
+        return self.sources + rows[:, None, None] * length
+
 
 class Losses(NamedTuple):
     """Weighted means over the supervised slots: scalars, ``total`` with its gradient, the others for reports.

@@ -58,6 +58,11 @@ class DSparkObjective(nn.Module):
     def _lm_head(self) -> Any:
         return self._target[0].get_output_embeddings()
 
+    @property
+    def block_slots(self) -> int:
+        """K: labels that follow an anchor."""
+        return self.head.max_draft_tokens
+
     def label_ids(self, labels: torch.Tensor) -> torch.Tensor:
         """Draft ids of target ids, -1 where the head cannot propose the id; any shape."""
         if not self.head.config.has_reduced_vocab:
@@ -129,7 +134,7 @@ class DSparkObjective(nn.Module):
             dice: [B, A, K] uniform in [0, 1): slots are drawn in proportion to their weight instead of weighted. The
                 same loss in expectation, for about half of the vocabulary's cost (a CPU feels it).
         """
-        blocks = make_blocks(input_ids, loss_mask, anchors, keep, self.head.max_draft_tokens, segments)
+        blocks = make_blocks(input_ids, loss_mask, anchors, keep, self.block_slots, segments)
         weights = slot_weights(blocks.valid, self.weights.decay)
         if dice is not None:
             weights = (dice < weights).float()
@@ -170,8 +175,7 @@ class DSparkObjective(nn.Module):
         valid = blocks.valid
         weight = slots[valid]
         scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser)
-        rows = torch.arange(len(input_ids), device=input_ids.device)[:, None, None]
-        places = (blocks.sources + rows * input_ids.shape[1])[valid]
+        places = blocks.flat_sources(input_ids.shape[1])[valid]
         total, ce, distance = self.vocabulary_losses(
             (hidden[valid],) if latent is None else (hidden[valid], latent[valid]),
             self.draft_logits,

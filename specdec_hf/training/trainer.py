@@ -175,7 +175,8 @@ class TrainingModule(nn.Module):
         """
         if taps is None or last_hidden is None:
             taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, segments)
-        device, dtype = self.head.norm.weight.device, self.head.norm.weight.dtype
+        weight = next(self.head.parameters())
+        device, dtype = weight.device, weight.dtype
         losses = self.objective(
             input_ids.to(device), loss_mask.to(device), taps.to(device, dtype), last_hidden.to(device, dtype),
             None if target_log_mass is None else target_log_mass.to(device), _known(anchors.to(device)),
@@ -343,8 +344,8 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
 def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
     """Freeze embeddings and lm_head that a head has of its own where they are the target's, as DeepSpec's are."""
     ids = head.draft_token_ids() if head.config.has_reduced_vocab else slice(0, head.config.vocab_size)
-    pairs = [(head.embed_tokens, target.get_input_embeddings(), slice(0, head.config.vocab_size)),
-             (head.lm_head, target.get_output_embeddings(), ids)]  # fmt: skip
+    pairs = [(head.get_input_embeddings(), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
+             (head.get_output_embeddings(), target.get_output_embeddings(), ids)]  # fmt: skip
     for own, module, rows in pairs:
         theirs = getattr(module, "weight", None)
         if own is None or not isinstance(theirs, torch.Tensor) or theirs.shape[-1] != own.weight.shape[-1]:
@@ -418,10 +419,11 @@ def train(
         cache.fill(say, state.process_index, state.num_processes)
         state.wait_for_everyone()
     items = config.max_steps * config.batch_size * config.gradient_accumulation * state.num_processes
-    dice = head.max_draft_tokens if config.sample_slots else None
     common = (config.num_anchors, config.seed, cache)
+    module = TrainingModule(head, target, config)
+    dice = module.objective.block_slots if config.sample_slots else None
     trainer = HeadTrainer(
-        TrainingModule(head, target, config), config,
+        module, config,
         TextDataset(texts, order[held_out:], *common, items, dice), TextDataset(texts, order[:held_out], *common),
     )  # fmt: skip
     checkpoint = last_checkpoint(config.output) if resume else None
