@@ -344,6 +344,7 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
 def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
     """Freeze embeddings and lm_head that a head has of its own where they are the target's, as DeepSpec's are."""
     ids = head.draft_token_ids() if head.config.has_reduced_vocab else slice(0, head.config.vocab_size)
+    own: Any
     pairs = [(head.get_input_embeddings(), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
              (head.get_output_embeddings(), target.get_output_embeddings(), ids)]  # fmt: skip
     for own, module, rows in pairs:
