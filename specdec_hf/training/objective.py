@@ -100,7 +100,11 @@ class DSparkObjective(nn.Module):
     def draft_logits(self, hidden: torch.Tensor, latent: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [..., Vd] of a slot, Markov bias included."""
         logits = self.head.project_logits(hidden)
-        return logits if latent is None else logits + self.head.markov_head.markov_w2(latent)
+        if latent is None:
+            return logits
+        bias = self.head.markov_head.markov_w2(latent)
+        # In place where that rounds nothing: a matrix as long as the vocabulary less.
+        return logits.add_(bias) if logits.dtype == bias.dtype else logits + bias
 
     def target_logits(self, last_hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits [n, Vd] at the ids the head proposes, of last hidden states [n, Dt]."""

@@ -6,17 +6,21 @@ import os
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from ..targets import decoder_layers
 
 
-def process_state(use_cpu: bool) -> PartialState:
-    """accelerate's view of this process: its number, how many there are, and its device.
+def process_state(use_cpu: bool) -> Any:
+    """accelerate's ``PartialState``: this process's number, how many there are, and its device.
 
     Raises:
         ValueError: a launcher started several processes, and accelerate takes each for the only one.
+        ImportError: accelerate is not installed.
     """
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ImportError("training needs accelerate; pip install 'specdec_hf[train]'") from error
     state = PartialState(cpu=use_cpu)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != state.num_processes:
