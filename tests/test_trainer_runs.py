@@ -115,11 +115,14 @@ def test_packing_fills_rows():
     assert batch["anchors"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 2, 4, -1]]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "bloom"])
+@pytest.mark.parametrize("family", [*FAMILIES, "bloom", "gemma2 eager"])
 def test_packed_losses_equal_unpacked_ones(monkeypatch, tmp_path, family):
     """Features of the target and losses of the head, with windows; Bloom takes no 4-D masks."""
     monkeypatch.setitem(FAMILIES, "bloom", {})
+    family, _, attention = family.partition(" ")
     target = make_target(family, **({"sliding_window": 6} if "sliding_window" in FAMILIES[family] else {}))
+    if attention:
+        target.set_attn_implementation(attention)
     texts = write_uneven_texts(tmp_path / "data", target)
     dataset = TextDataset(texts, list(range(len(texts))), 4, seed=1)
     items = [dataset[index] for index in range(len(texts))]
