@@ -44,6 +44,7 @@ __all__ = [
     "StaticLayer",
     "StaticSlidingWindowLayer",
     "attention_implementation",
+    "check_trackers",
     "decode_context",
     "global_default",
     "outlives_call",
@@ -52,6 +53,7 @@ __all__ = [
     "prefill",
     "stopping",
     "text_config",
+    "train_on_one_device",
 ]
 
 #: `past_key_values` became `cache` (argument of forward, model kwarg and output field) after 5.19.
@@ -123,3 +125,16 @@ def pad_token(generation_config: Any) -> int | None:
 def outlives_call(cache: Any, generation_config: Any) -> bool:
     """Whether somebody can see the cache when `generate` has returned."""
     return bool(generation_config.return_dict_in_generate or getattr(cache, "_is_user_defined", False))
+
+
+def check_trackers(names: list[str]) -> None:
+    """`Trainer`'s own check of `report_to`, before anything long is begun: `ValueError` for an unknown tracker."""
+    from transformers.integrations import get_reporting_integration_callbacks  # slow to import, and only training asks
+
+    get_reporting_integration_callbacks(names)
+
+
+def train_on_one_device(arguments: Any) -> None:
+    """Keeps `Trainer` from spreading a batch over the devices of one process (`nn.DataParallel`)."""
+    arguments.device  # noqa: B018 - counts the devices, once
+    arguments._n_gpu = min(arguments._n_gpu, 1)

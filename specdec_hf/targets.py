@@ -120,6 +120,30 @@ def dense_mask(model: Any, masks: dict[bool, Tensor]) -> Any:
     return {"sliding_attention" if sliding else "full_attention": mask for sliding, mask in masks.items()}
 
 
+def finished_logits(model: Any, logits: Tensor) -> Tensor:
+    """What the model's forward makes of its lm_head's result [..., V]: scaled and soft-capped by its configuration.
+
+    Gemma 2's `final_logit_softcapping` (`cap * tanh(logits / cap)`), Cohere's `logit_scale` (a factor), Granite's
+    `logits_scaling` (a divisor). Scales of embeddings need nothing here: heads call the target's embedding module,
+    and Gemma's scales inside of it.
+    """
+    config = text_config(model)
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def norm_scale(norm: Any) -> Tensor | None:
+    """The factors [Dt] that a norm multiplies with, or `None` for what is no norm. Gemma's store them less 1."""
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor) or isinstance(norm, nn.LayerNorm):
+        return weight if isinstance(weight, Tensor) else None
+    return norm(torch.ones_like(weight))  # the root mean square of ones is 1
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Whether some module's call was compiled: hooks added afterwards would not be seen there."""
     return any(

@@ -190,6 +190,23 @@ def test_saving_copies_or_changes_in_place(tmp_path: Path) -> None:
     assert torch.allclose(probs, torch.sigmoid(torch.ones(1, 3))), "applied in generate()"
 
 
+def test_generate_cuts_by_the_calibrated_confidence() -> None:
+    """A huge temperature makes every confidence one half: all is drafted below that threshold and nothing above."""
+    pair = tiny_pair()
+    enable_speculation(pair.model)
+    pair.head.config.confidence_temperatures = [1e9] * pair.head.max_draft_tokens
+    ids, drafted, texts = torch.randint(3, 90, (1, 6)), [], []
+    for threshold in (0.49, 0.51):
+        out = pair.model.generate(
+            ids, assistant_model=pair.head, speculative="dspark", assistant_confidence_threshold=threshold,
+            num_assistant_tokens_schedule="constant", do_sample=False, max_new_tokens=8, eos_token_id=None,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        drafted.append(out.speculation.drafted)
+        texts.append(out.sequences)
+    assert drafted[0] > 0 and drafted[1] == 0 and torch.equal(*texts)
+
+
 def test_the_command_end_to_end(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pair = tiny_pair()

@@ -362,15 +362,15 @@ def test_the_objective_teaches_each_exit() -> None:
     assert first.shape == (2,)
     assert bool((loss.acceptance > first + 0.15).all())
     assert all(parameter.grad is None for parameter in target.parameters())
-    # 1 - TV at exactly the supervised tokens, against the definition
+    # 1 - TV at exactly the answer tokens that an answer token follows, against the definition
     head.eval()
     with torch.no_grad():
-        wide = torch.full((*ids[:, 4:-1].shape, 96), float("-inf"))
-        wide[..., head.draft_token_ids()] = head(taps[:, 4:-1, :32], 1)
-        target_probs = target.lm_head(last[:, 4:-1]).softmax(-1)
+        wide = torch.full((*ids[:, 5:-1].shape, 96), float("-inf"))
+        wide[..., head.draft_token_ids()] = head(taps[:, 5:-1, :32], 1)
+        target_probs = target.lm_head(last[:, 5:-1]).softmax(-1)
         expected = 1 - 0.5 * (wide.softmax(-1) - target_probs).abs().sum(-1).mean()
         assert float(objective(ids, mask, taps, last).acceptance[0]) == pytest.approx(float(expected), abs=1e-5)
-    with pytest.raises(ValueError, match="no supervised token"):
+    with pytest.raises(ValueError, match="no anchor in a batch"):
         objective(ids, torch.zeros_like(ids), taps, last)
 
 

@@ -28,6 +28,8 @@ from specdec_hf import (
 )
 from specdec_hf.interop.info import describe
 from specdec_hf.interop.push import push_head
+from specdec_hf.training.store import Sequence, TokenStore
+from specdec_hf.training.trainer import TrainConfig, train
 
 REPOSITORY = "org/tiny-head"
 
@@ -194,6 +196,20 @@ def test_no_path_of_this_machine_is_uploaded(hub: Hub, target: Any, saved: Path,
         for files in repository.commits.values():
             for name, data in files.items():
                 assert str(tmp_path).encode() not in data, name
+
+
+def test_training_uploads_the_head_with_its_figures(hub: Hub, target: Any, tmp_path: Path) -> None:
+    texts = [Sequence(torch.randint(3, 259, (12,)), torch.ones(12).bool(), number) for number in range(6)]
+    TokenStore(tmp_path / "texts", {}).append(texts, set())
+    shape = {"block_size": 3, "markov_rank": 4, "target_layer_ids": [0]}
+    config = TrainConfig(
+        str(tmp_path / "texts"), str(tmp_path / "out"), shape, max_steps=2, validation=0, push_to_hub=REPOSITORY
+    )
+    head, figures = train(target, config)
+    same_weights(head, DSparkDraftModel.from_pretrained(REPOSITORY))
+    files = hub.repositories[REPOSITORY].commits[hub.repositories[REPOSITORY].branches["main"]]
+    assert f"| train_loss | {figures['train_loss']:.4g} |" in files["README.md"].decode()
+    assert all(str(tmp_path).encode() not in data for data in files.values())
 
 
 def test_push_makes_everything_usable(hub: Hub, target: Any, saved: Path, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from conftest import FAMILIES
 from specdec_hf.heads.dspark import DSparkDraftModel
 from specdec_hf.training.features import FeatureCache, target_features
 from specdec_hf.training.optim import MuonAdamW, orthogonalised
+from specdec_hf.training.rows import collate
 from specdec_hf.training.store import Sequence, TokenStore
-from specdec_hf.training.trainer import TrainConfig, collate, learning_rate_factor, train
+from specdec_hf.training.trainer import TrainConfig, learning_rate_factor, train
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 HEAD = {"block_size": 3, "markov_rank": 8, "target_layer_ids": [0, 2], "num_hidden_layers": 1}
@@ -73,9 +74,12 @@ def test_resume_equals_one_run(tiny_target, tmp_path, cached):
 
 def test_features_of_padded_rows_equal_single_ones(tiny_target, tmp_path):
     target = tiny_target()
-    rows = [{"input_ids": torch.randint(3, 96, (n,)), "loss_mask": torch.ones(n, dtype=torch.bool)} for n in (5, 9)]
+    rows = [
+        {"input_ids": torch.randint(3, 96, (n,)), "loss_mask": torch.ones(n).bool(), "anchors": torch.zeros(1).long()}
+        for n in (5, 9)
+    ]
     batch = collate(rows)
-    both = target_features(target, [0, 2], batch["input_ids"], batch["real"])
+    both = target_features(target, [0, 2], batch["input_ids"], batch["segments"])
     single = target_features(target, [0, 2], rows[0]["input_ids"][None], torch.ones(1, 5, dtype=torch.bool))
     torch.testing.assert_close(both.taps[:1, :5], single.taps, atol=1e-5, rtol=1e-5)
     assert both.taps.shape == (2, 9, 64) and both.last_hidden.shape == (2, 9, 32)
@@ -198,11 +202,21 @@ train:
     assert not (tmp_path / "no").exists()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_and_decode_losslessly(tiny_target, tmp_path, family):
+MORE_FAMILIES = {
+    "qwen2": ("qwen2", {}),
+    "smollm2": ("llama", {"tie_word_embeddings": True, "hidden_size": 36, "num_attention_heads": 9, "head_dim": 4,
+                          "num_key_value_heads": 3}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+def test_families_train_and_decode_losslessly(tiny_target, tmp_path, monkeypatch, family):
     from specdec_hf import enable_speculation
 
-    target = tiny_target(family)
+    kind, shape = MORE_FAMILIES.get(family, (family, {}))
+    monkeypatch.setitem(FAMILIES, kind, FAMILIES.get(kind, {}))
+    target = tiny_target(kind, **shape)
     write_texts(tmp_path / "data", target, count=6, length=14)
     train(target, small(tmp_path, max_steps=2, num_anchors=4, validation=0, batch_size=3))
     head = DSparkDraftModel.from_pretrained(tmp_path / "out" / "head")

@@ -204,8 +204,9 @@ class CardOnPush:
         create_pr: bool = False,
         max_shard_size: int | str | None = "50GB",
         tags: list[str] | None = None,
+        training: dict[str, Any] | None = None,
     ) -> CommitInfo:
-        """Upload config, weights and a model card; arguments as in transformers.
+        """Upload config, weights and a model card; arguments as in transformers, and ``training`` for the card.
 
         A card that the repository has already is left as it is. ``specdec push`` adds the target's tokenizer and the
         ``custom_generate`` folder.
@@ -218,7 +219,7 @@ class CardOnPush:
             self.save_pretrained(folder, max_shard_size=max_shard_size)
             forget_local_target(folder)
             if not api.file_exists(repo_id, "README.md", revision=revision):
-                card = render_card(self.config, repo_id, str(self.dtype).removeprefix("torch."))
+                card = render_card(self.config, repo_id, str(self.dtype).removeprefix("torch."), training)
                 for tag in (*(self.model_tags or ()), *(tags or ())):
                     card = card.replace("tags:\n", f"tags:\n- {tag}\n", 1) if f"- {tag}\n" not in card else card
                 with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:

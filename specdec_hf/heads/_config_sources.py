@@ -120,6 +120,8 @@ def shape_of_target(text: PretrainedConfig) -> dict[str, Any]:
         "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 32_768,
         "rope_parameters": _rope_of(text),
         "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
+        # Granite scales outside of the embedding module; Gemma's module does it itself.
+        "embedding_scale": float(getattr(text, "embedding_multiplier", None) or 1.0),
         "has_embed_tokens": False,
         "has_lm_head": False,
     }

@@ -7,7 +7,7 @@ targets are not known here. Letters as in ``dspark.py``; S tokens of a training 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -95,6 +95,7 @@ class BlockTraining:
         input_ids: torch.Tensor,
         context_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        context_starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Many blocks of the same sequences at once, with gradients; each sees what precedes its anchor, and itself.
 
@@ -105,6 +106,7 @@ class BlockTraining:
             input_ids: [B, S].
             context_mask: [B, S] boolean, false for tokens (padding) that no block may see.
             position_ids: [B, S]; default 0 to S - 1.
+            context_starts: [B, N] first index that each block may see, where a row holds several texts; default 0.
 
         Returns:
             Normed hidden states [B, N, P, D]; entry k predicts the token at the anchor + 1 + k.
@@ -120,17 +122,33 @@ class BlockTraining:
         features = self.hidden_norm(self.fc(context_features.to(weight.device, weight.dtype)))
         context_rotary = self.rotary(position_ids, weight.dtype)
         block_rotary = self.rotary(block_positions, weight.dtype)
-        masks: dict[int | None, torch.Tensor] = {}
+        groups = _groups(anchors, config.block_size)
+        masks: dict[int | None, list[torch.Tensor]] = {}
         for index, layer in enumerate(self.draft_layers()):
             window = config.window_of_layer(index)
             if window not in masks:
-                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask)
+                masks[window] = [
+                    _training_mask(
+                        anchors[:, group.blocks],
+                        group.context,
+                        config.block_size,
+                        window,
+                        context_mask,
+                        None if context_starts is None else context_starts[:, group.blocks],
+                    )
+                    for group in groups
+                ]
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
             context_keys, context_values = attention.keys_values(features, context_rotary)
             block_keys, block_values = attention.keys_values(normed, block_rotary)
-            keys = torch.cat((context_keys, block_keys), dim=1).transpose(1, 2)
-            values = torch.cat((context_values, block_values), dim=1).transpose(1, 2)
-            hidden = hidden + attention.attend(attention.queries(normed, block_rotary), keys, values, masks[window])
+            queries = attention.queries(normed, block_rotary)
+            parts = []
+            for group, mask in zip(groups, masks[window], strict=True):
+                own, seen = group.slots, group.context
+                keys = torch.cat((context_keys[:, :seen], block_keys[:, own]), dim=1).transpose(1, 2)
+                values = torch.cat((context_values[:, :seen], block_values[:, own]), dim=1).transpose(1, 2)
+                parts.append(attention.attend(queries[:, own], keys, values, mask))
+            hidden = hidden + (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
         hidden = self.norm(hidden).view(rows, -1, config.block_size, config.hidden_size)
         return hidden[:, :, config.block_size - config.max_draft_tokens :]
@@ -156,16 +174,45 @@ class BlockTraining:
         return DSparkOutput(logits=logits, confidence_logits=confidence, base_logits=base, hidden_states=hidden)
 
 
+class _Group(NamedTuple):
+    """Blocks whose attention is computed together: which, their slots, and how much of the context they may see."""
+
+    blocks: slice
+    slots: slice
+    context: int
+
+
+def _groups(anchors: torch.Tensor, block: int, size: int = 64) -> list[_Group]:
+    """Neighbouring blocks in groups: a slot's scores with other blocks, which the mask drops, stay few."""
+    starts = range(0, max(anchors.shape[1], 1), size)
+    groups = []
+    for start in starts:
+        part = anchors[:, start : start + size]
+        seen = int(part.max()) if part.numel() else 0
+        groups.append(_Group(slice(start, start + size), slice(start * block, (start + size) * block), seen))
+    return groups
+
+
 def _training_mask(
-    anchors: torch.Tensor, length: int, block: int, window: int | None, context_mask: torch.Tensor | None
+    anchors: torch.Tensor,
+    length: int,
+    block: int,
+    window: int | None,
+    context_mask: torch.Tensor | None,
+    context_starts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """[B, 1, N * K, S + N * K]: context before the anchor, and the own block. No query is left without a key."""
+    """[B, 1, N * K, S' + N * K], the first S' context tokens: those before the anchor, and the own block.
+
+    No query is left without a key.
+    """
     places = torch.arange(length, device=anchors.device)
     seen = places < anchors[..., None]
     if window is not None:
         seen = seen & (places >= anchors[..., None] - window)
+    if context_starts is not None:
+        seen = seen & (places >= context_starts[..., None])
     if context_mask is not None:
-        seen = seen & context_mask[:, None].to(torch.bool)
+        seen = seen & context_mask[:, None, :length].to(torch.bool)
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
     own = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
     return torch.cat((seen.repeat_interleave(block, dim=1), own), dim=-1)[:, None]

@@ -225,7 +225,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
         else:
             d2t = self.d2t if self.config.has_reduced_vocab else None
             logits = self._require_target("lm_head").logits(hidden, d2t).to(hidden.device)
-            logits = logits[..., : self.config.draft_vocab_size]  # the target's may be padded
+            if logits.shape[-1] > self.config.draft_vocab_size:  # the target's may be padded
+                logits = logits[..., : self.config.draft_vocab_size]
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

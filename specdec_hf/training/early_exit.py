@@ -1,21 +1,19 @@
 """Training an early-exit head: every exit learns the target's own next-token distribution at every answer token.
 
 Nothing is drafted in training: an exit sees what the target's first layers made of the true text, as in decoding, where
-the text up to a drafted token is what would be committed. Letters as in :mod:`specdec_hf.training.losses`; here a slot
-is a token of an answer, N of them, and D is the target's width.
+the text up to a drafted token is what would be committed. Letters as in :mod:`specdec_hf.training.losses`; here a block
+has one slot, E is the number of exits, and D is the target's width.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..heads.early_exit import EarlyExitConfig, EarlyExitHead
-from .losses import Losses, chunked_losses, combine
+from .losses import Losses, draw_anchors, mean_acceptance
 from .objective import DSparkObjective
 from .store import Sequence, draft_vocabulary
 
@@ -28,51 +26,55 @@ class EarlyExitObjective(DSparkObjective):
         num_anchors: answer tokens drawn in each text of each step; what a token costs is its logits.
     """
 
-    def forward(  # type: ignore[override]  # no blocks are drawn, so there are no anchors to give
+    @property
+    def block_slots(self) -> int:
+        """An anchor teaches the token behind it and no more."""
+        return 1
+
+    def _projection_parameters(self) -> list[nn.Parameter]:
+        return []  # the lm_head is the target's
+
+    def forward(
         self,
         input_ids: torch.Tensor,
         loss_mask: torch.Tensor,
         taps: torch.Tensor,
         last_hidden: torch.Tensor,
         target_log_mass: torch.Tensor | None = None,
-        generator: torch.Generator | None = None,
+        anchors: tuple[torch.Tensor, torch.Tensor] | None = None,
+        segments: torch.Tensor | None = None,
+        dice: torch.Tensor | None = None,
         normaliser: torch.Tensor | None = None,
     ) -> Losses:
         """The losses of a batch, the mean over the exits; ``acceptance`` has one entry an exit.
 
         Args:
-            input_ids, loss_mask: [B, T].
             taps: [B, T, E * D], the states after each exit's layers.
-            last_hidden: [B, T, D] states after the target's final norm.
-            target_log_mass: [B, T], :meth:`log_mass` of ``last_hidden`` if it was kept; else computed here.
-            generator: for the draw of tokens.
-            normaliser: see :func:`~specdec_hf.training.losses.combine`; for one exit.
-
-        Raises:
-            ValueError: no token of the batch is supervised.
+            input_ids, loss_mask, last_hidden, target_log_mass, anchors, segments, dice, normaliser: as in
+                :class:`DSparkObjective`.
         """
-        possible = (loss_mask[:, 1:] != 0).to(taps.device)
-        if not bool(possible.any()):
-            raise ValueError(f"no supervised token in a batch of {len(input_ids)} texts; check the loss mask")
-        scores = torch.rand(possible.shape, generator=generator).to(taps.device).masked_fill(~possible, -1.0)
-        drawn = scores.topk(min(self.num_anchors, possible.shape[1]), dim=1)
-        rows, order = (drawn.values >= 0).nonzero(as_tuple=True)
-        places = drawn.indices[rows, order]
-        aligned, labels = last_hidden[rows, places], self.label_ids(input_ids[rows, places + 1])
-        mass = None
-        if self.head.config.has_reduced_vocab:
-            mass = self.log_mass(aligned) if target_log_mass is None else target_log_mass[rows, places]
-        valid, weights = torch.ones(1, len(rows), 1, dtype=torch.bool, device=taps.device), self.weights
-        weights = replace(weights, decay=math.inf)
-        parts = []
-        for exit, tap in zip(self.head.config.exit_layers, taps.chunk(len(self.head.layers), dim=-1), strict=True):
-            hidden = self.head.features(tap[rows, places], exit)
-            slots = chunked_losses(
-                (hidden,), aligned, mass, labels, None, self.head.project_logits, self.target_logits, self.chunk
+        drawn = anchors or draw_anchors(loss_mask, self.num_anchors)
+        blocks, slots = self.supervise(input_ids, loss_mask, *drawn, segments, dice)
+        valid, exits = blocks.valid, self.head.config.exit_layers
+        weight = slots[valid]
+        scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser) / len(exits)
+        places = blocks.flat_sources(input_ids.shape[1])[valid]
+        total, ce, tv, acceptance = scale.new_zeros(()), scale.new_zeros(()), scale.new_zeros(()), []
+        for exit, tap in zip(exits, taps.flatten(0, 1).chunk(len(exits), dim=-1), strict=True):
+            own, entropy, distance = self.vocabulary_losses(
+                (self.head.features(tap[places], exit),),
+                self.head.project_logits,
+                self._projection_parameters(),
+                places,
+                blocks.labels[valid],
+                scale,
+                last_hidden,
+                target_log_mass,
             )
-            parts.append(combine(*slots, valid, weights, normaliser))
-        means = [torch.stack(values).mean(0) for values in list(zip(*parts, strict=True))[:4]]
-        return Losses(means[0], means[1], means[2], means[3], torch.cat([part.acceptance for part in parts]))
+            total = total + own
+            ce, tv = ce + (scale * entropy).sum().detach(), tv + (scale * distance).sum().detach()
+            acceptance.append(mean_acceptance(distance, valid))
+        return Losses(total, ce, tv, torch.zeros_like(ce), torch.cat(acceptance))
 
 
 def new_exit_head(

@@ -17,7 +17,7 @@ def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     x = wide / (wide.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 

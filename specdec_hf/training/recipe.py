@@ -14,6 +14,7 @@ import torch
 
 from .data import Sampling, provenance, read_prompts, write_answers, write_user_turns
 from .early_exit import new_exit_head
+from .placement import place_target, process_state
 from .store import TokenStore
 from .trainer import TrainConfig, train
 
@@ -70,14 +71,19 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         source = fetch_default_target(say).path
     tokenizer = AutoTokenizer.from_pretrained(source)
     target = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    _write_texts(target, tokenizer, path, data, output / "texts", say)
+    state = process_state(config.use_cpu)
+    if not config.shard_target:
+        place_target(target, state.device, shard=False)
+    if state.is_main_process:  # under accelerate launch the others wait; where that takes long, write the texts before
+        _write_texts(target, tokenizer, path, data, output / "texts", say)
+    state.wait_for_everyone()
     say("training")
     resume = any(output.glob("checkpoint-*"))
     head: Any = None
     if strategy == "early_exit":
         texts = TokenStore(output / "texts").load()
         head = new_exit_head(target, config.head, texts, config.initial_norm_scale, config.seed)
-    return train(target, config, head, resume=resume)[1]
+    return train(target, config, head, resume=resume, say=say)[1]
 
 
 def _write_texts(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import json
 import math
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,11 +16,15 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from .._hf import check_trackers, train_on_one_device
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
+from ..targets import norm_scale
 from .early_exit import objective_of
 from .features import FeatureCache, target_features
-from .losses import LossWeights
+from .losses import LossWeights, anchor_places
 from .optim import MuonAdamW
+from .placement import place_target, process_state
+from .rows import TextDataset, collate
 from .store import Sequence, TokenStore, draft_vocabulary
 
 
@@ -28,26 +36,38 @@ class TrainConfig:
         data: directory of a :class:`~specdec_hf.training.store.TokenStore`.
         output: directory for checkpoints; the head itself is written to ``output/head``.
         head: fields of :class:`DSparkConfig` that differ from what is derived from the target.
+        init_head: directory or Hub name of a head to go on with (fine-tuning), this package's or DeepSpec's; ``head``
+            must be empty then.
         loss: fields of :class:`LossWeights`.
         early_loss: the same for the first ``early_share`` of the steps (cross entropy moves an untrained head faster).
-        max_steps, batch_size, gradient_accumulation, num_anchors: size of the run.
+        max_steps, gradient_accumulation, num_anchors: size of the run.
+        batch_size: texts of a batch *on each process*. An update sees
+            ``batch_size * gradient_accumulation * processes`` texts; runs that agree in this product, the seed and the
+            rest make the same updates.
         muon_lr, lr, muon_every: see :class:`MuonAdamW`.
         warmup_steps, cooldown: steps of linear warm-up; the share of the run in which rates fall to zero.
         validation: texts held out.
-        save_steps: steps between checkpoints and validations.
+        save_steps, logging_steps: steps between checkpoints and validations; between logged losses.
         feature_cache: directory; ``None`` computes the target's hidden states in each step.
         max_length: longer texts are cut.
-        chunk: slots whose logits are alive at a time, ``None`` for all (faster, more memory).
-        sample_slots: see :class:`DSparkObjective`.
+        packing: put a batch's short texts one behind another into rows as long as its longest; the same updates from
+            less padding.
+        chunk: slots whose logits are alive at a time, ``None`` for all.
+        sample_slots: draw slots in proportion to their weight, see :meth:`DSparkObjective.supervise`.
         initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's
             full scale is very sure and always wrong.
         seed: of weights, order and anchors.
-        bf16: train in bfloat16 autocast (accelerators).
+        bf16: train in bfloat16 autocast (accelerators); losses and the head's own numbers stay float32.
+        use_cpu: stay on the CPU where there is an accelerator.
+        shard_target: split the target's layers over the processes (FSDP), for targets too large for one device.
+        report_to: trackers, as transformers names them: ``[tensorboard]``, ``[wandb]``, ...
+        push_to_hub: repository ``org/name`` to upload the finished head to, with its card.
     """
 
     data: str
     output: str
     head: dict[str, Any] = field(default_factory=dict)
+    init_head: str | None = None
     loss: dict[str, float] = field(default_factory=dict)
     early_loss: dict[str, float] = field(default_factory=lambda: {"ce": 1.0, "tv": 0.5})
     early_share: float = 0.0
@@ -62,23 +82,39 @@ class TrainConfig:
     cooldown: float = 0.6
     validation: int = 32
     save_steps: int = 200
+    logging_steps: int = 10
     feature_cache: str | None = None
     max_length: int = 4096
-    chunk: int | None = 1024
+    packing: bool = False
+    chunk: int | None = 256
     sample_slots: bool = False
     initial_norm_scale: float = 0.15
     seed: int = 0
     bf16: bool = False
+    use_cpu: bool = False
+    shard_target: bool = False
+    report_to: list[str] = field(default_factory=list)
+    push_to_hub: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "batch_size", "gradient_accumulation", "num_anchors", "save_steps", "max_length"):
+        sizes = ("max_steps", "batch_size", "gradient_accumulation", "num_anchors", "save_steps", "logging_steps")
+        for name in (*sizes, "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it must be at least 1; raise it")
         for name in ("early_share", "cooldown"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it is a share of the run, 0 to 1; correct it")
-        LossWeights(**self.loss)
-        LossWeights(**self.early_loss)
+        if self.init_head is not None and self.head:
+            raise ValueError(
+                f"head={self.head!r} beside init_head={self.init_head!r}: a given head keeps its shape; leave one out"
+            )
+        self.weights_at(0)
+        self.weights_at(self.max_steps)
+
+    def weights_at(self, step: int) -> LossWeights:
+        """Loss weights of the update after ``step`` others."""
+        early = step < self.early_share * self.max_steps
+        return LossWeights(**{**self.loss, **self.early_loss} if early else self.loss)
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> TrainConfig:
@@ -107,42 +143,12 @@ class TrainConfig:
         return cls(**values)
 
 
-class TextDataset(torch.utils.data.Dataset):
-    """Texts as dicts of tensors, with their features where a cache is given."""
-
-    def __init__(
-        self, sequences: list[Sequence], max_length: int, cache: FeatureCache | None, indices: list[int]
-    ) -> None:
-        self.sequences, self.max_length, self.cache, self.indices = sequences, max_length, cache, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        index = self.indices[item]
-        sequence = self.sequences[index]
-        row = {"input_ids": sequence.ids, "loss_mask": sequence.mask}
-        if self.cache is not None:
-            row.update(self.cache.read(index))
-        return {name: value[: self.max_length] for name, value in row.items()}
-
-
-def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows padded at the right with zeros; ``real`` [B, T] marks what is not padding."""
-    batch = {name: nn.utils.rnn.pad_sequence([row[name] for row in rows], batch_first=True) for name in rows[0]}
-    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-    batch["real"] = torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]
-    return batch
-
-
 class TrainingModule(nn.Module):
     """What ``Trainer`` calls: a batch in, ``{"loss": ...}`` out. The target is held, but is not part of it."""
 
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
-        self.objective = objective_of(head)(
-            head, target, LossWeights(**config.loss), config.num_anchors, config.chunk, config.sample_slots
-        )
+        self.objective = objective_of(head)(head, target, config.weights_at(0), config.num_anchors, config.chunk)
         self._target: tuple[Any] = (target,)
 
     @property
@@ -154,18 +160,28 @@ class TrainingModule(nn.Module):
         self,
         input_ids: torch.Tensor,
         loss_mask: torch.Tensor,
-        real: torch.Tensor,
+        segments: torch.Tensor,
+        anchors: torch.Tensor,
+        dice: torch.Tensor | None = None,
         taps: torch.Tensor | None = None,
         last_hidden: torch.Tensor | None = None,
+        target_log_mass: torch.Tensor | None = None,
+        normaliser: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Losses of a batch [B, T]; ``taps`` and ``last_hidden`` are computed here where they are not given."""
+        """Losses of a batch of :func:`~specdec_hf.training.rows.collate`.
+
+        ``taps`` and ``last_hidden`` are computed here where they are not given; for ``normaliser`` see
+        :class:`DSparkObjective`.
+        """
         if taps is None or last_hidden is None:
-            taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, real)
+            taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, segments)
         weight = next(self.head.parameters())
         device, dtype = weight.device, weight.dtype
         losses = self.objective(
-            input_ids.to(device), loss_mask.to(device), taps.to(device, dtype), last_hidden.to(device, dtype)
-        )
+            input_ids.to(device), loss_mask.to(device), taps.to(device, dtype), last_hidden.to(device, dtype),
+            None if target_log_mass is None else target_log_mass.to(device), _known(anchors.to(device)),
+            segments.to(device), None if dice is None else dice.to(device), normaliser,
+        )  # fmt: skip
         return {
             "loss": losses.total,
             "ce": losses.ce,
@@ -174,26 +190,75 @@ class TrainingModule(nn.Module):
             "acceptance": losses.acceptance,
         }
 
+    @torch.no_grad()
+    def weight(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Sum of the slot weights of a batch, a scalar: its share in the normaliser of an update."""
+        known = _known(batch["anchors"])
+        return self.objective.supervise(
+            batch["input_ids"], batch["loss_mask"], *known, batch["segments"], batch.get("dice")
+        )[1].sum()
+
+
+def _known(anchors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return anchors.clamp(min=0), anchors >= 0
+
 
 class HeadTrainer(Trainer):
-    """``Trainer`` for a :class:`TrainingModule`: two-part optimizer, its schedule, and heads in the checkpoints."""
+    """``Trainer`` for a :class:`TrainingModule`: two-part optimizer, its schedule, and heads in the checkpoints.
+
+    The loss of an update is a mean over its supervised slots on all processes and in all accumulated batches, so it
+    does not matter how the texts are spread over them.
+    """
+
+    loss_is_scaled_for_ga = True
 
     def __init__(
         self, module: TrainingModule, config: TrainConfig, train: TextDataset, validation: TextDataset
     ) -> None:
-        self.config = config
+        self.config, self.module, self.texts = config, module, len(train.indices)
         arguments = TrainingArguments(
             output_dir=config.output, max_steps=config.max_steps, per_device_train_batch_size=config.batch_size,
             per_device_eval_batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation,
             save_steps=config.save_steps, eval_strategy="steps" if len(validation) else "no",
-            eval_steps=config.save_steps, logging_steps=10, seed=config.seed, bf16=config.bf16, max_grad_norm=1.0,
-            remove_unused_columns=False, report_to=[], save_total_limit=2, label_names=["loss_mask"],
-            dataloader_pin_memory=False, disable_tqdm=True, use_cpu=next(module.parameters()).device.type == "cpu",
+            eval_steps=config.save_steps, logging_steps=config.logging_steps, seed=config.seed, bf16=config.bf16,
+            max_grad_norm=1.0, remove_unused_columns=False, report_to=config.report_to, save_total_limit=2,
+            label_names=["loss_mask"], dataloader_pin_memory=False, disable_tqdm=True, logging_nan_inf_filter=False,
+            ddp_find_unused_parameters=False, use_cpu=next(module.parameters()).device.type == "cpu",
         )  # fmt: skip
+        train_on_one_device(arguments)
         super().__init__(
-            model=module, args=arguments, train_dataset=train, eval_dataset=validation, data_collator=collate,
-            callbacks=[_LossSchedule(module, config)],
+            model=module, args=arguments, train_dataset=train, eval_dataset=validation,
+            data_collator=functools.partial(collate, packing=config.packing), callbacks=[_HeadInCheckpoint(module)],
         )  # fmt: skip
+
+    def get_train_dataloader(self) -> Any:
+        """Texts in the order of the data set, which shuffles them itself, epoch by epoch."""
+        loader = torch.utils.data.DataLoader(
+            self.train_dataset, batch_size=self.config.batch_size, collate_fn=self.data_collator
+        )
+        return self.accelerator.prepare(loader)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """The batches of the next update, and the sum of their slot weights over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.module.objective.weights = self.config.weights_at(self.state.global_step)
+        total = torch.stack([self.module.weight(batch) for batch in batches]).sum()
+        return batches, self.accelerator.reduce(total.to(device), "sum").clamp(min=1e-9)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: torch.Tensor | None = None
+    ) -> Any:
+        """This batch's part of the update's loss, times the processes, over which the gradients are averaged."""
+        outputs = model(**inputs, normaliser=num_items_in_batch)
+        loss = outputs["loss"] * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        """As in ``Trainer``; the epoch is counted in texts, since to ``Trainer`` the run is a single one."""
+        config = self.config
+        update = config.batch_size * config.gradient_accumulation * self.accelerator.num_processes
+        self.state.epoch = self.state.global_step * update / self.texts
+        super().log(logs, *args)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Muon and AdamW, see :class:`MuonAdamW`."""
@@ -228,20 +293,24 @@ def learning_rate_factor(step: int, total: int, warmup: int, cooldown: float) ->
     return max(0.0, min(1.0, (step + 1) / max(warmup, 1), falling))
 
 
-class _LossSchedule(TrainerCallback):
-    """Loss weights of the early steps and of the others, by the global step, so that a resumed run has the same."""
+class _HeadInCheckpoint(TrainerCallback):
+    """Writes the head beside the checkpoint, last and whole: a checkpoint without it was interrupted."""
 
-    def __init__(self, module: TrainingModule, config: TrainConfig) -> None:
-        self.module, self.config = module, config
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        early = state.global_step < self.config.early_share * state.max_steps
-        chosen = {**self.config.loss, **self.config.early_loss} if early else self.config.loss
-        self.module.objective.weights = LossWeights(**chosen)
+    def __init__(self, module: TrainingModule) -> None:
+        self.module = module
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.module.head.save_pretrained(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "head")
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            self.module.head.save_pretrained(folder / "head.tmp")
+            shutil.rmtree(folder / "head", ignore_errors=True)  # of an earlier run
+            (folder / "head.tmp").rename(folder / "head")
+
+
+def last_checkpoint(output: str | Path) -> Path | None:
+    """The newest checkpoint of a run that was written whole, or ``None``."""
+    whole = [folder.parent for folder in Path(output).glob("checkpoint-*/head")]
+    return max(whole, key=lambda folder: int(folder.name.split("-")[1]), default=None)
 
 
 def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tuple[DSparkDraftModel, float]:
@@ -250,6 +319,7 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
     Its final norm begins as a fraction of the target's and its mask vector as the mean embedding, so that the first
     logits are moderate. Works on the target's own modules only, so any family does.
     """
+    # The same weights whatever was drawn before, on every process.
     torch.manual_seed(config.seed)
     head_config = DSparkConfig.for_target(target.config, **{"num_anchors": config.num_anchors, **config.head})
     head = DSparkDraftModel(head_config)
@@ -258,10 +328,9 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
         ids, coverage = draft_vocabulary(sequences, head_config.draft_vocab_size, head_config.vocab_size)
         head.set_draft_vocabulary(ids)
     with torch.no_grad():
-        norm = getattr(target.get_decoder(), "norm", None)
-        weight = getattr(norm, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.shape == head.norm.weight.shape:
-            head.norm.weight.copy_(weight * config.initial_norm_scale)
+        scale = norm_scale(getattr(target.get_decoder(), "norm", None))
+        if scale is not None and scale.shape == head.norm.weight.shape:
+            head.norm.weight.copy_(scale * config.initial_norm_scale)
         embeddings = getattr(target.get_input_embeddings(), "weight", None)
         if (
             head.mask_embedding is not None
@@ -272,53 +341,106 @@ def new_head(target: Any, config: TrainConfig, sequences: list[Sequence]) -> tup
     return head, coverage
 
 
+def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
+    """Freeze embeddings and lm_head that a head has of its own where they are the target's, as DeepSpec's are."""
+    ids = head.draft_token_ids() if head.config.has_reduced_vocab else slice(0, head.config.vocab_size)
+    own: Any
+    pairs = [(head.get_input_embeddings(), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
+             (head.get_output_embeddings(), target.get_output_embeddings(), ids)]  # fmt: skip
+    for own, module, rows in pairs:
+        theirs = getattr(module, "weight", None)
+        if own is None or not isinstance(theirs, torch.Tensor) or theirs.shape[-1] != own.weight.shape[-1]:
+            continue
+        copy = theirs.detach()[rows].to(own.weight)
+        if copy.shape == own.weight.shape and torch.allclose(copy, own.weight, rtol=1e-2, atol=1e-3):
+            own.weight.requires_grad_(False)
+
+
+def load_texts(config: TrainConfig, vocab_size: int) -> list[Sequence]:
+    """The texts of a run, cut to its length, without those that have nothing to learn from.
+
+    Raises:
+        ValueError: none is left, or they have ids that the target does not know.
+    """
+    cut = config.max_length
+    texts = [Sequence(item.ids[:cut], item.mask[:cut], item.source) for item in TokenStore(config.data).load()]
+    texts = [item for item in texts if bool(anchor_places(item.mask).any())]
+    highest = max((int(item.ids.max()) for item in texts), default=-1)
+    if highest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"{config.data} has {len(texts)} texts of two or more answer tokens and ids up to {highest}, but the "
+            f"target's vocabulary has {vocab_size}; write the texts with this target"
+        )
+    return texts
+
+
 def train(
-    target: Any, config: TrainConfig, head: DSparkDraftModel | None = None, resume: bool = False
+    target: Any,
+    config: TrainConfig,
+    head: DSparkDraftModel | None = None,
+    resume: bool = False,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[DSparkDraftModel, dict[str, float]]:
     """Train a head on a store's texts and write it to ``output/head``.
 
+    Under ``accelerate launch`` every process calls this with the same arguments.
+
     Args:
-        target: the frozen target.
+        target: the frozen target. Moved to the process's accelerator, unless ``use_cpu`` or a device map speaks
+            against it.
         config: the run.
-        head: an existing head to go on with (fine-tuning); ``None`` makes a new one.
-        resume: go on from the last checkpoint in ``output``.
+        head: an existing head to go on with (fine-tuning); ``None`` loads ``init_head`` or makes a new one.
+        resume: go on from the last whole checkpoint in ``output``, if there is one.
+        say: called with a line now and then.
 
     Returns:
         The head, and figures: texts, answer tokens, vocabulary coverage, last losses.
 
     Raises:
-        ValueError: no texts, or texts of another vocabulary.
+        ValueError: no texts, texts of another vocabulary, or a head for another target.
+        OSError: the feature cache does not fit on the disk.
     """
-    sequences = [item for item in TokenStore(config.data).load() if int(item.mask[: config.max_length].sum()) > 1]
-    highest = max((int(item.ids.max()) for item in sequences), default=-1)
-    if highest < 0 or highest >= target.config.get_text_config().vocab_size:
-        raise ValueError(
-            f"{config.data} has {len(sequences)} texts of two or more answer tokens and ids up to {highest}, but the "
-            f"target's vocabulary has {target.config.get_text_config().vocab_size}; write the texts with this target"
-        )
-    held_out = min(config.validation, len(sequences) // 5)
-    order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    check_trackers(config.report_to)
+    state = process_state(config.use_cpu)
+    texts = load_texts(config, target.config.get_text_config().vocab_size)
+    held_out = min(config.validation, len(texts) // 5)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     coverage = math.nan
-    if head is None:
-        head, coverage = new_head(target, config, [sequences[index] for index in order[held_out:]])
+    if head is None and config.init_head is not None:
+        head = DSparkDraftModel.from_pretrained(config.init_head, dtype=torch.float32)
+    elif head is None:
+        head, coverage = new_head(target, config, [texts[index] for index in order[held_out:]])
+    place_target(target.eval(), state.device, config.shard_target)
+    head.bind(target).to(target.device, torch.float32).train()
+    freeze_copies(head, target)
     cache = None
     if config.feature_cache is not None:
-        cache = FeatureCache(config.feature_cache, sequences, head.config.target_layer_ids, target)
-        cache.fill()
-    module = TrainingModule(head.to(target.device).train(), target.eval(), config)
-    pieces = [TextDataset(sequences, config.max_length, cache, part) for part in (order[held_out:], order[:held_out])]
-    trainer = HeadTrainer(module, config, *pieces)
-    result = trainer.train(resume_from_checkpoint=resume or None)
-    head.eval().save_pretrained(Path(config.output) / "head")
-    figures = {"texts": len(sequences), "answer_tokens": sum(int(item.mask.sum()) for item in sequences),
+        mass_of = head.config.vocab_size if head.config.has_reduced_vocab else None
+        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of)
+        cache.fill(say, state.process_index, state.num_processes)
+        state.wait_for_everyone()
+    items = config.max_steps * config.batch_size * config.gradient_accumulation * state.num_processes
+    common = (config.num_anchors, config.seed, cache)
+    module = TrainingModule(head, target, config)
+    dice = module.objective.block_slots if config.sample_slots else None
+    trainer = HeadTrainer(
+        module, config,
+        TextDataset(texts, order[held_out:], *common, items, dice), TextDataset(texts, order[:held_out], *common),
+    )  # fmt: skip
+    checkpoint = last_checkpoint(config.output) if resume else None
+    result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    figures = {"texts": len(texts), "answer_tokens": sum(int(item.mask.sum()) for item in texts),
                "coverage": coverage, "train_loss": result.training_loss}  # fmt: skip
     if held_out:
         figures["validation_loss"] = trainer.evaluate()["eval_loss"]
-    (Path(config.output) / "head" / "training.json").write_text(_json({"figures": figures, "config": asdict(config)}))
+    head.eval()
+    if trainer.is_world_process_zero():
+        head.save_pretrained(Path(config.output) / "head")
+        record = {"figures": figures, "config": asdict(config)}
+        text = json.dumps(record, indent=1, default=str) + "\n"
+        (Path(config.output) / "head" / "training.json").write_text(text, encoding="utf-8")
+        if config.push_to_hub is not None:
+            say(f"uploading to {config.push_to_hub}")
+            head.push_to_hub(config.push_to_hub, training=record)
+    state.wait_for_everyone()
     return head, figures
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, indent=1, default=str) + "\n"
