@@ -81,7 +81,8 @@ def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any
     recorder = TapRecorder(call.model, drafter.target_layer_ids)
     with recorder, _hf.decode_context(call.model):
         decoder = _Decoder(call, drafter, config, recorder)
-        decoder.run()
+        with decoder.runner:
+            decoder.run()
         if (complaint := drafter.complaint()) is not None:
             warnings.warn(f"speculative={drafter.name!r}: {complaint}", UserWarning, stacklevel=2)
         return decoder.output(), decoder.stats
@@ -163,7 +164,8 @@ class _Decoder:
             # The anchor was fed, so as many columns enter the cache as tokens were committed; a row that had
             # ended only gives its last token to the cache.
             gained = [max(now - then, 1) for now, then in zip(self.lengths, before, strict=True)]
-            self.runner.commit(gained)
+            with self.watch.part("target"):
+                self.runner.commit(gained)
             taps = self.recorder.collect(outputs)
             with self.watch.part("draft"):
                 self.drafter.observe(Observation(taps, positions, tokens, gained))

@@ -5,14 +5,25 @@ Knows how a forward is called (inputs, masks, positions, taps, roll-back) and no
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _hf
+from ._hf import text_config
 from .cache import SpeculativeCache
-from .targets import TapRecorder, accepts_argument, dense_mask, mask_windows, takes_ragged_masks, token_types
+from .recurrent import MixerReplay
+from .targets import (
+    TapRecorder,
+    accepts_argument,
+    decoder_layers,
+    dense_mask,
+    mask_windows,
+    takes_ragged_masks,
+    token_types,
+)
 
 _PER_FORWARD = frozenset(
     ["attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY]
@@ -51,6 +62,20 @@ class TargetRunner:
         self.positions: Tensor  # LongTensor [B], the anchors' rotary positions
         self.filled: list[int] = []  # cached slots of each row
         self.cached_before = 0
+        self._width = 0  # tokens of the latest block
+        self._replay: MixerReplay | None = None  # only where there are recurrent states to take back
+        if recurrent := cache.recurrent:
+            self._replay = MixerReplay(decoder_layers(model), recurrent)
+            cache.on_state_update = self._replay.note_update
+
+    def __enter__(self) -> TargetRunner:
+        if self._replay is not None:
+            self._replay.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._replay is not None:
+            self._replay.__exit__(*exception)
 
     def prefill(self, input_ids: Tensor, generation_config: Any) -> Any:
         """Run the prompt (the part of it that is not cached yet); returns the model's output."""
@@ -120,8 +145,6 @@ class TargetRunner:
         inputs: dict[str, Any] = dict(self._lasting)
         if self._model_positions is not None:
             inputs["position_ids"] = self._model_positions[..., None] + steps
-        if self._limits_logits:
-            inputs["logits_to_keep"] = 0
         inputs.update(token_types(self._kwargs, width + 1))
         if self.level or len(lengths) == 1:
             end = lengths[0] + width
@@ -143,7 +166,17 @@ class TargetRunner:
             **{_hf.CACHE_KEY: self.cache},
             **inputs,
         )
+        if self._limits_logits:
+            inputs["logits_to_keep"] = 0  # after preparing: some families put a number of their own there
+        self._width = width + 1
+        if self._replay is not None and width > 0:
+            self.cache.save_states()
         outputs = self.model(**{**inputs, **self._recorder.forward_kwargs}, return_dict=True)
+        if outputs.logits.shape[1] != width + 1:
+            raise ValueError(
+                f"{type(self.model).__name__} returned logits for {outputs.logits.shape[1]} of {width + 1} tokens, and "
+                "speculation needs all: make its forward return them (logits_to_keep=0), or leave out the assistant."
+            )
         return outputs, self.positions[:, None] + steps, tokens
 
     def _ragged_masks(self, added: int) -> dict[bool, Tensor]:
@@ -155,6 +188,10 @@ class TargetRunner:
     def commit(self, counts: list[int]) -> None:
         """Keep the first `counts[b]` tokens of each row's block in the cache; take back the rest."""
         self.filled = [have + new for have, new in zip(self.filled, counts, strict=True)]
+        if self._replay is not None and counts[0] < self._width:
+            assert len(set(counts)) == 1, "rows with recurrent states stay level"
+            self.cache.restore_states()
+            self._replay.run(self._width, counts[0])
         if len(set(counts)) == 1:
             added: Any = counts[0]
         else:
@@ -191,6 +228,63 @@ class TargetRunner:
             self.cache.commit(self.filled[0])
         elif not self.level:
             self._commit_rows()
+
+
+_CONTINUES: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+_PROBE = (6, 8, 2)  # tokens read first, tokens of the block, and how many of those are kept
+
+
+def cannot_replay(model: Any) -> str | None:
+    """Why a target with recurrent layers cannot take back tokens, in words; None if it can. Tried once a model.
+
+    Some families read several tokens as if nothing came before them once there is a state (transformers 5.24: Bamba,
+    Jamba), in others one token is computed otherwise than several (Nemotron-H, Zamba 2). So a short text is read at
+    once, and again in parts: some tokens are taken back, and what follows is read one by one as plain decoding does.
+    """
+    if model not in _CONTINUES:
+        _CONTINUES[model] = _try_replay(model)
+    return _CONTINUES[model]
+
+
+@torch.no_grad()
+def _try_replay(model: Any) -> str | None:
+    start, width, kept = _PROBE
+    decoder = model.get_decoder()
+    config = text_config(model)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(1, start + width + 1, device=device)[None] % config.vocab_size
+    whole = decoder(input_ids=ids, use_cache=False).last_hidden_state.float()
+    cache = SpeculativeCache(_hf.DynamicCache(config=config), 2 * ids.shape[1])
+    replay = MixerReplay(decoder_layers(model), cache.recurrent)
+    cache.on_state_update = replay.note_update
+
+    def read(tokens: Tensor) -> Tensor:
+        return decoder(input_ids=tokens, use_cache=True, **{_hf.CACHE_KEY: cache}).last_hidden_state.float()
+
+    def error(states: Tensor) -> float:
+        expected = whole[:, start : start + states.shape[1]]
+        return float(((states - expected).pow(2).mean() / expected.var()).sqrt())
+
+    with replay:
+        read(ids[:, :start])
+        cache.save_states()
+        cache.forget_states()
+        forgetful = error(read(ids[:, start:]))
+        cache.restore_states()
+        cache.commit(start)
+        cache.save_states()
+        block = read(torch.cat((ids[:, start : start + kept], ids[:, : width - kept]), dim=1))
+        if not replay.is_complete:
+            return "the modules that own its recurrent states were not seen running (is it compiled?)"
+        cache.restore_states()
+        replay.run(width, kept)
+        cache.commit(start + kept)
+        rest = [read(token[:, None]) for token in ids[:, start + kept :].unbind(1)]
+    # A state that was ignored errs as much as one that was forgotten; 16-bit types round in every layer.
+    limit = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not error(torch.cat((block[:, :kept], *rest), dim=1)) < limit * min(1.0, 2 * forgetful):
+        return "its recurrent layers do not read several tokens as they read them one by one"
+    return None
 
 
 def must_stay_level(model: Any) -> bool:

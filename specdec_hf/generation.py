@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 from . import _hf, drafters
 from .cache import cannot_roll_back
 from .decoding import Call, decode
+from .forward import cannot_replay
 from .heads import dspark as _registers_with_auto_classes  # noqa: F401 - a pipeline may load a head by its name
 from .options import KNOBS, SpeculativeConfig, knobs_of_prepared, resolve, strategy_of, user_set
 from .output import SpeculationStats
+from .recurrent import is_recurrent
 
 _LAST = "_last_speculation"
 
@@ -92,7 +94,7 @@ class SpeculativeDecoding:
                 f"pass at "
                 f"most {drafter.max_tokens}, or leave it out for that many."
             )
-        reason = plain_reason(call.model_kwargs)
+        reason = plain_reason(model, call.model_kwargs)
         if reason is not None:
             return self._plain(call, config, reason)
         result, stats = decode(call, drafter, config)
@@ -177,7 +179,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: an empty batch; pass at least one prompt.")
 
 
-def plain_reason(model_kwargs: dict[str, Any]) -> str | None:
+def plain_reason(model: Any, model_kwargs: dict[str, Any]) -> str | None:
     """Why this call has to be decoded plainly, in words; None if it can speculate."""
     if not model_kwargs.get("use_cache", True):
         return "use_cache=False leaves no cache to verify blocks against"
@@ -185,6 +187,8 @@ def plain_reason(model_kwargs: dict[str, Any]) -> str | None:
     if cache is None:
         return "the model manages its own state instead of a transformers Cache"
     reason = cannot_roll_back(cache)
+    if reason is None and any(map(is_recurrent, cache.layers)):
+        reason = cannot_replay(model)
     return None if reason is None else f"the cache ({type(cache).__name__}) cannot be used: {reason}"
 
 

@@ -27,6 +27,7 @@ RANKS = {
     "prompts": 0,
     "proposal": 0,
     "provenance": 0,
+    "recurrent": 0,
     "repetition": 0,
     "tree": 0,
     "cache": 1,
