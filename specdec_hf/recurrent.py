@@ -1,13 +1,14 @@
 """Recurrent layers (linear attention, Mamba, short convolutions) that a speculative round must be able to take back.
 
-Such a layer keeps one state for all tokens that it has read, so nothing can be cut off it. Before a block the states are
-copied; if not all of the block is committed, they are put back and the layer reads the committed tokens again. Only the
-mixer itself reads again, from the inputs that it had in the block (a causal model gives the committed tokens the same
-ones): no attention, no feed-forward layer, no vocabulary projection. Knows nothing of decoding.
+Such a layer keeps one state for all tokens that it has read, so nothing can be cut off it. Before a block the states
+are copied; if not all of the block is committed, they are put back and the layer reads the committed tokens again. Only
+the mixer itself reads again, from the inputs that it had in the block (in a causal model the tokens behind them do not
+change those): no attention, no feed-forward layer, no vocabulary projection. Knows nothing of decoding.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from typing import Any
 
@@ -82,6 +83,7 @@ class MixerReplay:
         self._inputs: dict[nn.Module, tuple[Any, Any]] = {}
         self._owners: dict[int, nn.Module] = {}
         self._replaying = False
+        self._thread = threading.get_ident()  # calls in several threads may share a model
 
     def __enter__(self) -> MixerReplay:
         for index in self._indices:
@@ -99,6 +101,8 @@ class MixerReplay:
 
     def _before(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != self._thread:
+                return
             self._running[index].append(module)
             if not self._replaying:
                 self._inputs[module] = args, kwargs
@@ -107,7 +111,8 @@ class MixerReplay:
 
     def _after(self, index: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._running[index].pop()
+            if threading.get_ident() == self._thread:
+                self._running[index].pop()
 
         return hook
 
@@ -122,7 +127,7 @@ class MixerReplay:
         return len(self._owners) == len(self._indices)
 
     def run(self, width: int, count: int) -> None:
-        """Let each owner read the first `count` of the `width` tokens of its latest input; its cache is in the input."""
+        """Let each owner read the first `count` of the `width` tokens of its latest input, which holds the cache."""
         self._replaying = True
         try:
             for index in self._indices:
