@@ -205,7 +205,7 @@ class BufferedRecurrentLayer(LinearAttentionLayer, BufferedLayer):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, rows: RowLengths, capacity: int, window: int | None, source: Any) -> None:
+    def __init__(self, rows: RowLengths, capacity: int, window: int | None = None, *, source: Any) -> None:
         BufferedLayer.__init__(self, rows, capacity, window)
         LinearAttentionLayer.__init__(self, number_of_states=source.number_of_states)
         copy_states(source, self)
