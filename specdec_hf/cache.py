@@ -21,13 +21,23 @@ from ._hf import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from .recurrent import copy_states, is_recurrent, new_layer, put_back, saved_states
+from .recurrent import select_rows as select_state_rows
 
 #: Slots allocated beyond the prompt at first; the buffer grows by half when they are used up.
 _FIRST_RESERVE = 1024
 _CLASSES = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_RECURRENT = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 class RowLengths:
@@ -201,6 +211,25 @@ class BufferedLayer(CacheLayerMixin):
             self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)
 
 
+class BufferedRecurrentLayer(LinearAttentionLayer, BufferedLayer):
+    """A layer with keys and values in buffers and a recurrent state beside them (Falcon-H1, Zamba 2)."""
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, rows: RowLengths, capacity: int, window: int | None = None, *, source: Any) -> None:
+        BufferedLayer.__init__(self, rows, capacity, window)
+        LinearAttentionLayer.__init__(self, number_of_states=source.number_of_states)
+        copy_states(source, self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        # transformers' own layers of this kind tell the two by this: states come by name, keys and values do not.
+        (BufferedLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        BufferedLayer.crop(self, tokens_to_remove)
+
+
 class SpeculativeCache(DynamicCache):
     """A cache for one `generate()` call.
 
@@ -215,6 +244,8 @@ class SpeculativeCache(DynamicCache):
             raise ValueError(f"{type(source).__name__} cannot be used for speculation: {reason}.")
         self.rows = RowLengths()
         self._parked: dict[int, list[tuple[Tensor, Tensor, int, int]]] = {}
+        self._saved: list[Any] = []
+        self.on_state_update: Any = None  # called with a layer's index when its recurrent state is about to change
         cached = int(source.get_seq_length()) if source.layers else 0
         first = min(capacity, cached + _FIRST_RESERVE)
         make = partial(BufferedLayer, self.rows, first)
@@ -248,6 +279,36 @@ class SpeculativeCache(DynamicCache):
         part.commit(length)
         for layer in part.buffered:
             layer.rows = self.rows
+
+    @property
+    def recurrent(self) -> list[int]:
+        """Indices of the layers that keep a recurrent state."""
+        return [i for i, layer in enumerate(self.layers) if is_recurrent(layer)]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self.on_state_update is not None:
+            self.on_state_update(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self.on_state_update is not None:
+            self.on_state_update(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    def save_states(self) -> None:
+        """Remember all recurrent states, for `restore_states`."""
+        self._saved = [(self.layers[i], saved_states(self.layers[i])) for i in self.recurrent]
+
+    def forget_states(self) -> None:
+        """Set all recurrent states to zero, as if nothing had been read."""
+        for layer, states in self._saved:
+            put_back(layer, [{i: None if s is None else s * 0 for i, s in held.items()} for held in states])
+
+    def restore_states(self) -> None:
+        """Put the recurrent states back that `save_states` remembered; keys and values stay."""
+        for layer, states in self._saved:
+            put_back(layer, states)
+        self._saved = []
 
     def commit(self, length: int) -> None:
         """All rows now have `length` slots; what a round wrote behind them is taken back."""
@@ -352,6 +413,8 @@ class SpeculativeCache(DynamicCache):
         """Keep only the rows `index` (LongTensor) of the batch, in that order."""
         for layer in self.buffered:
             layer.select_rows(index)
+        for place in self.recurrent:
+            select_state_rows(self.layers[place], index)
 
     def export(self, destination: Cache, length: int, numbers: list[int]) -> Cache:
         """Write the committed states into `destination`, layer by layer, in its own classes.
@@ -371,6 +434,8 @@ class SpeculativeCache(DynamicCache):
                 own = DynamicLayer()
                 destination.layers.append(own)
             _write_back(own, keys, values, length, missing)
+        for place in self.recurrent:
+            copy_states(self.layers[place], destination.layers[place])
         return destination
 
     def _assembled(
@@ -400,12 +465,18 @@ def cannot_roll_back(cache: Any) -> str | None:
         return "its layers are offloaded to another device between forwards"
     later = getattr(cache, "layer_class_to_replicate", None)  # what an empty cache will make its layers of
     for kind in (*map(type, cache.layers), *([later] if isinstance(later, type) else [])):
-        if kind not in _CLASSES and not (DummyLayer is not None and issubclass(kind, DummyLayer)):
+        if kind not in (*_CLASSES, *_RECURRENT) and not (DummyLayer is not None and issubclass(kind, DummyLayer)):
             return f"its layer {kind.__name__} cannot take back rejected tokens"
+    if cache.layers and all(is_recurrent(layer) and not isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return "all its layers are recurrent, so none counts the tokens"
     return None
 
 
 def _adopted(layer: Any, make: Any) -> Any:
+    if is_recurrent(layer):
+        if not isinstance(layer, DynamicLayer):
+            return new_layer(layer)
+        make = partial(BufferedRecurrentLayer, *make.args, source=layer)
     if not isinstance(layer, _CLASSES):
         return layer  # shares another layer's keys, holds none
     static = isinstance(layer, StaticLayer)

@@ -25,7 +25,8 @@ from . import _hf
 from .cache import SpeculativeCache
 from .coupling import CoupledNoise, noise_of_block
 from .drafters.base import Drafter, DraftRequest, Observation, Prompt
-from .forward import EarlyLayers, TargetRunner, must_stay_level, takes_trees
+from .early import EarlyLayers
+from .forward import TargetRunner, must_stay_level, takes_trees
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
 from .policies import Bounds, confident_lengths, make_schedule
@@ -82,7 +83,8 @@ def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any
     recorder = TapRecorder(call.model, drafter.target_layer_ids)
     with recorder, _hf.decode_context(call.model):
         decoder = _Decoder(call, drafter, config, recorder)
-        decoder.run()
+        with decoder.runner:
+            decoder.run()
         if (complaint := drafter.complaint()) is not None:
             warnings.warn(f"speculative={drafter.name!r}: {complaint}", UserWarning, stacklevel=2)
         return decoder.output(), decoder.stats
@@ -172,7 +174,8 @@ class _Decoder:
             taps = self.recorder.collect(outputs)
             if self.tree is not None:
                 taps, positions, tokens = self._keep_path(gained, taps, positions, tokens)
-            self.runner.commit(gained)
+            with self.watch.part("target"):
+                self.runner.commit(gained)
             with self.watch.part("draft"):
                 self.drafter.observe(Observation(taps, positions, tokens, gained))
             self._release_rows()

@@ -6,13 +6,16 @@ Knows how a forward is called (inputs, masks, positions, taps, roll-back) and no
 from __future__ import annotations
 
 import copy
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _hf
+from ._hf import text_config
 from .cache import SpeculativeCache
+from .recurrent import MixerReplay
 from .targets import (
     TapRecorder,
     accepts_argument,
@@ -21,9 +24,11 @@ from .targets import (
     mask_windows,
     takes_ragged_masks,
     token_types,
-    with_modules,
 )
 from .tree import TokenTree
+
+if TYPE_CHECKING:
+    from .early import EarlyLayers
 
 _PER_FORWARD = frozenset(
     ["attention_mask", "position_ids", "inputs_embeds", "input_ids", "logits_to_keep", "use_cache", _hf.CACHE_KEY]
@@ -63,6 +68,20 @@ class TargetRunner:
         self.filled: list[int] = []  # cached slots of each row
         self.cached_before = 0
         self.early: EarlyLayers | None = None  # has read a block's tokens with the first layers already
+        self._width = 0  # tokens of the latest block
+        self._replay: MixerReplay | None = None  # only where there are recurrent states to take back
+        if recurrent := cache.recurrent:
+            self._replay = MixerReplay(decoder_layers(model), recurrent)
+            cache.on_state_update = self._replay.note_update
+
+    def __enter__(self) -> TargetRunner:
+        if self._replay is not None:
+            self._replay.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._replay is not None:
+            self._replay.__exit__(*exception)
 
     def prefill(self, input_ids: Tensor, generation_config: Any) -> Any:
         """Run the prompt (the part of it that is not cached yet); returns the model's output."""
@@ -136,8 +155,6 @@ class TargetRunner:
             inputs["position_ids"] = self._model_positions[..., None] + steps
         elif tree is not None:
             inputs["position_ids"] = self.positions[:, None] + steps
-        if self._limits_logits:
-            inputs["logits_to_keep"] = 0
         inputs.update(token_types(self._kwargs, width + 1))
         if tree is None and (self.level or len(lengths) == 1):
             end = lengths[0] + width
@@ -159,7 +176,17 @@ class TargetRunner:
             **{_hf.CACHE_KEY: self.cache},
             **inputs,
         )
+        if self._limits_logits:
+            inputs["logits_to_keep"] = 0  # after preparing: some families put a number of their own there
+        self._width = width + 1
+        if self._replay is not None and width > 0:
+            self.cache.save_states()
         outputs = model(**{**inputs, **self._recorder.forward_kwargs}, return_dict=True)
+        if outputs.logits.shape[1] != width + 1:
+            raise ValueError(
+                f"{type(self.model).__name__} returned logits for {outputs.logits.shape[1]} of {width + 1} tokens, and "
+                "speculation needs all: make its forward return them (logits_to_keep=0), or leave out the assistant."
+            )
         return outputs, self.positions[:, None] + steps, tokens
 
     def ahead(self, model: Any, cache: SpeculativeCache) -> TargetRunner:
@@ -199,6 +226,10 @@ class TargetRunner:
     def commit(self, counts: list[int]) -> None:
         """Keep the first `counts[b]` tokens of each row's block in the cache; take back the rest."""
         self.filled = [have + new for have, new in zip(self.filled, counts, strict=True)]
+        if self._replay is not None and counts[0] < self._width:
+            assert len(set(counts)) == 1, "rows with recurrent states stay level"
+            self.cache.restore_states()
+            self._replay.run(self._width, counts[0])
         if len(set(counts)) == 1:
             added: Any = counts[0]
         else:
@@ -242,110 +273,61 @@ def takes_trees(model: Any) -> bool:
     return takes_ragged_masks(model) and accepts_argument(model, "position_ids")
 
 
-class EarlyLayers:
-    """The target's first layers as a model to draft with, on the very cache that verification uses.
+_CONTINUES: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+_PROBE = (6, 8, 2)  # tokens read first, tokens of the block, and how many of those are kept
 
-    In a round, `begin`, then one `step` for each token that is read: keys and values stay in the cache and the states
-    behind the last of these layers are kept, so that `TargetRunner.block` runs the other layers only. What it does not
-    use (a round without a draft, `reuse` False) is read again, into the same slots.
 
-    Args:
-        runner: the target's, after its prefill.
-        layers: how many, 1 to L - 1.
-        reuse: False lets verification run all layers, for calls that want every layer's output.
+def cannot_replay(model: Any) -> str | None:
+    """Why a target with recurrent layers cannot take back tokens, in words; None if it can. Tried once a model.
+
+    Some families read several tokens as if nothing came before them once there is a state (transformers 5.24: Bamba,
+    Jamba), in others one token is computed otherwise than several (Nemotron-H, Zamba 2). So a short text is read at
+    once, and again in parts: some tokens are taken back, and what follows is read one by one as plain decoding does.
     """
-
-    def __init__(self, runner: TargetRunner, layers: int, reuse: bool) -> None:
-        self._runner, self._layers, self._reuse = runner, layers, reuse
-        stack = decoder_layers(runner.model)
-        self._last = _Kept(stack[layers - 1])
-        first = nn.ModuleList([*list(stack)[: layers - 1], self._last])
-        given = [_Given(layer, self._last) for layer in list(stack)[:layers]]
-        self._with_logits = with_modules(runner.model, {stack: first})
-        projection = runner.model.get_output_embeddings()
-        self._without = with_modules(runner.model, {stack: first, projection: nn.Identity()})
-        self._rest = with_modules(runner.model, {stack: nn.ModuleList([*given, *list(stack)[layers:]])})
-        self._ahead: TargetRunner | None = None
-        self._states: list[Tensor] = []
-        self._ids: Tensor
-        self._lengths: list[int] = []
-
-    def begin(self, ids: Tensor, lengths: list[int]) -> None:
-        """Start a round: `ids` [B, capacity] are read from each row's anchor `ids[b, lengths[b] - 1]` on."""
-        cache = self._runner.cache.lend(self._layers, min(self._runner.filled))
-        self._ahead = self._runner.ahead(self._without, cache)
-        self._ids, self._lengths, self._states = ids, list(lengths), []
-
-    def step(self, logits: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Read the next token of each row.
-
-        Args:
-            logits: whether to run the target's own final norm and lm_head on it.
-
-        Returns:
-            The states [B, D] behind the last of these layers, and logits [B, V] or None.
-        """
-        assert self._ahead is not None
-        self._ahead.model = self._with_logits if logits else self._without
-        outputs, _, _ = self._ahead.block(self._ids, self._lengths, 0)
-        self._ahead.commit([1] * len(self._lengths))
-        self._lengths = [length + 1 for length in self._lengths]
-        self._states.append(self._last.states)
-        return self._last.states[:, -1], outputs.logits[:, -1] if logits else None
-
-    def rest_of_model(self, columns: int) -> Any:
-        """The model to verify a block of `columns` tokens with. Ends the round."""
-        if self._ahead is None:
-            return self._runner.model
-        while self._reuse and len(self._states) < columns:
-            self.step()  # the last drafted token, whose successor is not drafted
-        self._runner.cache.take_back(self._ahead.cache, max(self._runner.filled))
-        self._ahead = None
-        if not self._reuse:
-            return self._runner.model
-        self._last.states = torch.cat(self._states[:columns], dim=1)
-        return self._rest
+    if model not in _CONTINUES:
+        _CONTINUES[model] = _try_replay(model)
+    return _CONTINUES[model]
 
 
-class _StandIn(nn.Module):
-    """In a layer's place, with that layer's attributes."""
+@torch.no_grad()
+def _try_replay(model: Any) -> str | None:
+    start, width, kept = _PROBE
+    decoder = model.get_decoder()
+    config = text_config(model)
+    device = model.get_input_embeddings().weight.device
+    ids = torch.arange(1, start + width + 1, device=device)[None] % config.vocab_size
+    whole = decoder(input_ids=ids, use_cache=False).last_hidden_state.float()
+    cache = SpeculativeCache(_hf.DynamicCache(config=config), 2 * ids.shape[1])
+    replay = MixerReplay(decoder_layers(model), cache.recurrent)
+    cache.on_state_update = replay.note_update
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self._layer = (layer,)  # in a tuple: not registered
+    def read(tokens: Tensor) -> Tensor:
+        return decoder(input_ids=tokens, use_cache=True, **{_hf.CACHE_KEY: cache}).last_hidden_state.float()
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
+    def error(states: Tensor) -> float:
+        expected = whole[:, start : start + states.shape[1]]
+        return float(((states - expected).pow(2).mean() / expected.var()).sqrt())
 
-
-class _Kept(_StandIn):
-    """Runs its layer and keeps the states [B, T, D] that come out."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        self.states: Tensor
-        self.in_tuple = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._layer[0](*args, **kwargs)
-        self.in_tuple = isinstance(output, tuple)
-        self.states = output[0] if self.in_tuple else output
-        return output
-
-
-class _Given(_StandIn):
-    """Computes nothing: out come the states that `source` holds."""
-
-    def __init__(self, layer: nn.Module, source: _Kept) -> None:
-        super().__init__(layer)
-        self._source = (source,)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        source = self._source[0]
-        return (source.states,) if source.in_tuple else source.states
+    with replay:
+        read(ids[:, :start])
+        cache.save_states()
+        cache.forget_states()
+        forgetful = error(read(ids[:, start:]))
+        cache.restore_states()
+        cache.commit(start)
+        cache.save_states()
+        block = read(torch.cat((ids[:, start : start + kept], ids[:, : width - kept]), dim=1))
+        if not replay.is_complete:
+            return "the modules that own its recurrent states were not seen running (is it compiled?)"
+        cache.restore_states()
+        replay.run(width, kept)
+        cache.commit(start + kept)
+        rest = [read(token[:, None]) for token in ids[:, start + kept :].unbind(1)]
+    # A state that was ignored errs as much as one that was forgotten; 16-bit types round in every layer.
+    limit = 1e-4 if model.dtype in (torch.float32, torch.float64) else 0.1
+    if not error(torch.cat((block[:, :kept], *rest), dim=1)) < limit * min(1.0, 2 * forgetful):
+        return "its recurrent layers do not read several tokens as they read them one by one"
+    return None
 
 
 def must_stay_level(model: Any) -> bool:

@@ -18,11 +18,18 @@ from transformers import AutoModelForCausalLM
 from . import _hf, drafters
 from .cache import cannot_roll_back
 from .decoding import Call, decode
+from .forward import cannot_replay
 from .heads import dspark, early_exit, medusa  # noqa: F401 - registers them: a pipeline may load a head by its name
 from .options import KNOBS, SpeculativeConfig, knobs_of_prepared, resolve, strategy_of, user_set
 from .output import SpeculationStats
+from .recurrent import is_recurrent
 
 _LAST = "_last_speculation"
+_DEFAULT = "_default_speculation"  # (assistant, speculative) of calls that name neither
+
+
+class Unsupported(ValueError):
+    """A call asks for a way of decoding that cannot be combined with speculation."""
 
 
 def last_speculation(model: Any) -> SpeculationStats | None:
@@ -94,7 +101,7 @@ class SpeculativeDecoding:
                 f"pass at "
                 f"most {drafter.max_tokens}, or leave it out for that many."
             )
-        reason = plain_reason(call.model_kwargs)
+        reason = plain_reason(model, call.model_kwargs)
         if reason is not None:
             return self._plain(call, config, reason)
         result, stats = decode(call, drafter, config)
@@ -153,7 +160,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
     """Raise for what speculation does not support and plain decoding would silently do differently."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise ValueError(
+        raise Unsupported(
             f"{name} is an encoder-decoder model; speculation supports decoder-only causal LMs. Call generate() "
             "without "
             "the speculative assistant."
@@ -170,7 +177,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
     ):
         value = getattr(generation_config, field, None)
         if value not in (None, off, False):
-            raise ValueError(
+            raise Unsupported(
                 f"{field}={value!r} asks for {what}, which cannot be combined with speculative decoding (greedy and "
                 "sampling "
                 f"can). Leave out {field}, or leave out the assistant."
@@ -179,7 +186,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: an empty batch; pass at least one prompt.")
 
 
-def plain_reason(model_kwargs: dict[str, Any]) -> str | None:
+def plain_reason(model: Any, model_kwargs: dict[str, Any]) -> str | None:
     """Why this call has to be decoded plainly, in words; None if it can speculate."""
     if not model_kwargs.get("use_cache", True):
         return "use_cache=False leaves no cache to verify blocks against"
@@ -187,6 +194,8 @@ def plain_reason(model_kwargs: dict[str, Any]) -> str | None:
     if cache is None:
         return "the model manages its own state instead of a transformers Cache"
     reason = cannot_roll_back(cache)
+    if reason is None and any(map(is_recurrent, cache.layers)):
+        reason = cannot_replay(model)
     return None if reason is None else f"the cache ({type(cache).__name__}) cannot be used: {reason}"
 
 
@@ -214,6 +223,14 @@ class SpeculativeGenerationMixin(_hf.GenerationMixin):
 def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Send one call of `generate` into the loop if it asks for speculation, else to transformers as it is."""
     kwargs = _named(args, kwargs)
+    default = _default_of(model, kwargs)
+    if default is not None:
+        head, speculative = default
+        try:
+            return _route(model, plain_generate, (), {**kwargs, "assistant_model": head, "speculative": speculative})
+        except Unsupported as refusal:  # the caller may not know that there is a default
+            warnings.warn(f"Decoding goes on without speculation: {refusal}", UserWarning, stacklevel=3)
+            return plain_generate(**kwargs)
     head = kwargs.get("assistant_model")
     wish = {name: kwargs.pop(name, None) for name in ("speculative", "assistant_strategy")}
     asked = any(value not in (None, False) for value in wish.values())
@@ -260,6 +277,12 @@ def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[
     return plain_generate(custom_generate=method, **kwargs)
 
 
+def _default_of(model: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The model's own (assistant, speculative), if the call says nothing of assistants or other ways to decode."""
+    said = ("assistant_model", "speculative", "assistant_strategy", "custom_generate", "prompt_lookup_num_tokens")
+    return None if any(kwargs.get(name) is not None for name in said) else getattr(model, _DEFAULT, None)
+
+
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a `generate` call by name, so that none is overlooked for having come by position."""
     names = list(inspect.signature(_hf.GenerationMixin.generate).parameters)[1:]
@@ -287,13 +310,13 @@ def _take_stop_strings(kwargs: dict[str, Any], given: Any, own: Any) -> None:
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:
     if kwargs.get("synced_gpus"):
-        raise ValueError(
+        raise Unsupported(
             "synced_gpus=True cannot be combined with speculative decoding: ranks accept different numbers of tokens, "
             "so their forwards would not match. Leave out synced_gpus (no ZeRO-3 / FSDP sharded generation) or the "
             "assistant."
         )
     if kwargs.get("cache_implementation") == "paged":
-        raise ValueError(
+        raise Unsupported(
             "cache_implementation='paged' switches transformers to continuous batching, which does not speculate. "
             "Leave it out (batches are handled by the loop), or leave out the assistant."
         )
@@ -302,25 +325,36 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
 _CLASSES: dict[type, type] = {}
 
 
-def enable_speculation(model: Any) -> Any:
+def enable_speculation(
+    model: Any, assistant_model: Any = None, speculative: SpeculativeConfig | str | None = None
+) -> Any:
     """Give a loaded model the mixin, in place; returns the model. Harmless when called twice.
 
     The class keeps its name, module and bases, so saving, `isinstance` and hidden-state capture work as before. A
     PEFT-wrapped model keeps its wrapper: the base model gets the mixin.
+
+    Args:
+        model: the target.
+        assistant_model, speculative: what its `generate` uses when a call says neither, for code that cannot be edited.
+            Such a call that speculation does not support (beams, say) is decoded plainly, with a warning. Both None
+            leaves an earlier default as it is.
 
     Raises:
         TypeError: not a model that can generate.
     """
     base = _base(model)
     cls = type(base)
-    if isinstance(base, SpeculativeGenerationMixin):
-        return model
     if not isinstance(base, _hf.GenerationMixin):
         raise TypeError(
             f"{cls.__name__} has no generate(): enable_speculation takes a causal LM, e.g. one from "
             "AutoModelForCausalLM.from_pretrained(...)."
         )
-    base.__class__ = _with_mixin(cls)
+    if assistant_model is not None or speculative is not None:
+        config = resolve(assistant_model, speculative, None, None, {})
+        drafters.drafter_class(str(config.strategy))  # refuse a wrong name now, not in the first call
+        setattr(base, _DEFAULT, (assistant_model, speculative))
+    if not isinstance(base, SpeculativeGenerationMixin):
+        base.__class__ = _with_mixin(cls)
     return model
 
 
@@ -348,6 +382,7 @@ def _blank(original: type) -> Any:
 def disable_speculation(model: Any) -> Any:
     """Take the mixin away again, in place; returns the model. Harmless on a model that never had it."""
     base = _base(model)
+    base.__dict__.pop(_DEFAULT, None)
     original = getattr(type(base), "_speculation_base", None)
     if original is not None:
         base.__class__ = original

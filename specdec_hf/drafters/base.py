@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..forward import EarlyLayers
+from ..early import EarlyLayers
 from ..options import SpeculativeConfig
 from ..processors import DraftSampler
 from ..proposal import Proposal

@@ -19,6 +19,7 @@ from ..cache import SpeculativeCache, cannot_roll_back
 from ..forward import TargetRunner, must_stay_level
 from ..options import SpeculativeConfig, strategy_of
 from ..proposal import Proposal
+from ..recurrent import is_recurrent
 from ..targets import TapRecorder, accepts_argument
 from .base import Drafter, DraftRequest, Observation, Prompt, TokenConfidence
 
@@ -84,8 +85,9 @@ class DraftModelDrafter(Drafter):
                 f"speculative='draft_model' needs a decoder-only causal LM as assistant_model, not "
                 f"{type(model).__name__}. Load one with AutoModelForCausalLM.from_pretrained(...)."
             )
-        reason = cannot_roll_back(_hf.DynamicCache(config=_hf.text_config(model)))
-        if reason is None and getattr(model, "_is_stateful", False):
+        empty = _hf.DynamicCache(config=_hf.text_config(model))
+        reason = cannot_roll_back(empty)
+        if reason is None and (getattr(model, "_is_stateful", False) or any(map(is_recurrent, empty.layers))):
             reason = "it keeps a state that cannot take back rejected tokens"
         if reason is not None:
             raise ValueError(

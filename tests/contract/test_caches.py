@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SMALL
 from harness import (
-    PAD,
     STRATEGIES,
     VOCAB,
     assistant,
@@ -24,10 +22,10 @@ from harness import (
     target,
 )
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from specdec_hf import drafters, enable_speculation, last_speculation
+from specdec_hf import drafters, last_speculation
 from specdec_hf._hf import CACHE_KEY
 
 pytestmark = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -297,27 +295,6 @@ def test_no_cache_means_plain_decoding_and_one_warning(strategy: str) -> None:
     assert len(warned) == 1
     assert "use_cache" in warned[0]
     assert "use_cache" in outcome.speculative.speculation.fallback
-
-
-def test_recurrent_layers_mean_plain_decoding_and_one_warning(strategy: str) -> None:
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        **{**SMALL, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-    )
-    model = enable_speculation(AutoModelForCausalLM.from_config(config).eval())
-    model.generation_config.pad_token_id = PAD
-    with caught() as warned:
-        outcome = compare(model, lambda: {"input_ids": prompt(), "max_new_tokens": 8}, strategy, expect_rounds=False)
-    assert len(warned) == 1
-    assert outcome.stats.fallback is not None
 
 
 def test_fallback_streams_and_stops_as_well(strategy: str, byte_tokenizer: Any) -> None:
