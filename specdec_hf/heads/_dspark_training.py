@@ -130,8 +130,8 @@ class BlockTraining:
             block_keys, block_values = attention.keys_values(normed, block_rotary)
             keys = torch.cat((context_keys, block_keys), dim=1).transpose(1, 2)
             values = torch.cat((context_values, block_values), dim=1).transpose(1, 2)
-            hidden = hidden + attention.attend(attention.queries(normed, block_rotary), keys, values, masks[window])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attended = attention.attend(attention.queries(normed, block_rotary), keys, values, masks[window])
+            hidden = layer.after_attention(hidden, attended)
         hidden = self.norm(hidden).view(rows, -1, config.block_size, config.hidden_size)
         return hidden[:, :, config.block_size - config.max_draft_tokens :]
 

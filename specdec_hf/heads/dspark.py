@@ -78,6 +78,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
                 init.normal_(self.mask_embedding, mean=0.0, std=self.config.initializer_range)
             if self.config.has_reduced_vocab:
                 init.zeros_(self.d2t)
+        elif isinstance(module, DSparkLayer) and module.sandwich:
+            init.ones_(module.layer_scalar)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_borrowed": None}  # copies and pickles are unbound: a weak reference cannot travel
@@ -134,8 +136,7 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
         found = tensor_shapes(weight_files(source, kwargs.get("variant"), hub))
         absent = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in found]
         borrowed = [name for name in absent if getattr(config, f"has_{name}")]
-        config.has_embed_tokens, config.has_lm_head = "embed_tokens" not in absent, "lm_head" not in absent
-        config._check()
+        config.note_owned("embed_tokens" not in absent, "lm_head" not in absent)
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         compare_tensors(expected, found, source)
@@ -228,7 +229,10 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             embedded = self.embed_tokens(ids.to(weight.device))
         else:
             embedded = self._require_target("embed_tokens").embed(ids).to(weight.device, weight.dtype)
-        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+        scale = self.config.embedding_scale
+        if scale == 1.0:
+            return embedded
+        return embedded * float(torch.tensor(scale, dtype=embedded.dtype))  # Gemma rounds the factor to the weights' type
 
     def _require_target(self, part: str) -> BorrowedTarget:
         if self._borrowed is None:
@@ -370,8 +374,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             if index == last and wanted < size:  # beyond the last layer's keys, only the slots asked for matter
                 normed, hidden = normed[:, slots], hidden[:, slots]
                 rotary = (rotary[0][:, slots], rotary[1][:, slots])
-            hidden = hidden + attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            attended = attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
+            hidden = layer.after_attention(hidden, attended)
         hidden = self.norm(hidden)
         return hidden, self.project_logits(hidden).float()
 

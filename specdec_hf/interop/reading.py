@@ -64,19 +64,13 @@ def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] |
     config, layout = read_config(source, answers, hub)
     files = weight_files(source, None, hub)
     shapes, notes = tensor_shapes(files), []
-    if any("feedforward_layernorm" in name for name in shapes):
-        raise ValueError(
-            f"{source} has Gemma's sandwich norms (pre_/post_feedforward_layernorm), which this head does not have. "
-            "Heads in Qwen3's and Llama's layout can be converted."
-        )
     tied = bool(raw_config(source, hub).get("tie_word_embeddings"))
     copied = tied and "lm_head.weight" not in shapes and "embed_tokens.weight" in shapes
     if copied:
         shapes["lm_head.weight"] = shapes["embed_tokens.weight"]
         notes.append("lm_head was shared with embed_tokens (tie_word_embeddings); it is written as a copy.")
-    config.has_embed_tokens, config.has_lm_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     config.tie_word_embeddings = False
-    config._check()
+    config.note_owned("embed_tokens.weight" in shapes, "lm_head.weight" in shapes)
     dropped = {"t2d"} if layout == "speculators" else set()
     if not config.has_reduced_vocab:
         dropped.add("d2t")
