@@ -117,7 +117,9 @@ def _from_speculators(fields: dict[str, Any], where: str, answers: Answers) -> d
             f"{where}: aux_hidden_state_layer_ids is missing. Ask who trained the head, then give the 0-based layers "
             "with --target-layer-ids (one less than the ids of speculators)."
         )
-    if fields.get("sample_from_anchor") is None and answers.sample_from_anchor is None:
+    # Of a DFlash head all programs take a missing sample_from_anchor as false.
+    anchor = False if kind == "dflash" and fields.get("sample_from_anchor") is None else fields.get("sample_from_anchor")
+    if anchor is None and answers.sample_from_anchor is None:
         raise ValueError(
             f"{where} does not say sample_from_anchor, and programs differ in what they then take (the speculators "
             "library true, vLLM false). Give --sample-from-anchor or --no-sample-from-anchor; if you do not know, "
@@ -147,7 +149,7 @@ def _from_speculators(fields: dict[str, Any], where: str, answers: Answers) -> d
         "markov_head_type": fields.get("markov_head_type") if markov else "none",
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": bool(fields.get("confidence_head_with_markov")),
-        "sample_from_anchor": fields.get("sample_from_anchor"),
+        "sample_from_anchor": anchor,
         "target_name_or_path": verifier.get("name_or_path"),
         **({"num_anchors": fields["num_anchors"]} if fields.get("num_anchors") else {}),
     }
