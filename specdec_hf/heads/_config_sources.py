@@ -61,6 +61,11 @@ def translate_config(fields: dict[str, Any], where: str, model_type: str, names:
         return _translate_deepspec(fields, where, model_type, names)
     if "dflash_config" in fields:
         raise ValueError(f"{where} is in z-lab's DFlash layout. Convert it first: specdec convert SOURCE DESTINATION.")
+    if all(name in fields for name in ("block_size", "target_layer_ids", "mask_token_id")):
+        raise ValueError(
+            f"{where} is in the layout of transformers' own DFlash assistant. Convert it first: specdec convert SOURCE "
+            "DESTINATION --target MODEL."
+        )
     missing = [name for name in _DEEPSPEC_FIELDS if name not in fields]
     raise ValueError(
         f"{where} is not a DSpark head: model_type={fields.get('model_type')!r} and config.json has no "

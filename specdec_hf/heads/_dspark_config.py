@@ -46,6 +46,8 @@ _BOOLEANS = (
     "sample_from_anchor",
     "has_embed_tokens",
     "has_lm_head",
+    "window_per_slot",
+    "embedding_norm",
 )
 
 
@@ -80,10 +82,14 @@ class DSparkConfig(PretrainedConfig):
         sample_from_anchor: true (DSpark): slot k predicts the token after its own position, K proposals. False (z-lab's
             DFlash): each mask slot predicts the token at its own position, K - 1 proposals.
         sliding_window: a block sees only this many of the newest context tokens; ``None`` is all.
+        window_per_slot: slot k sees context up to ``sliding_window`` before *itself* (transformers' DFlash); false: all
+            slots see the ``sliding_window`` newest context tokens.
         layer_types: a ``full_attention`` or ``sliding_attention`` a layer, if only some layers have the window.
         has_embed_tokens, has_lm_head: the head's own, in its file; false: borrowed from the target by ``bind``.
         embedding_scale: factor on embeddings, own or borrowed, for targets that scale outside of the embedding module,
             and for own embeddings of Gemma (the square root of D).
+        embedding_norm: false: borrowed embeddings are bare rows, without the norm that some targets' embedding modules
+            apply (Muse Glimmer).
         final_logit_softcapping: ``cap * tanh(logits / cap)`` on the base logits (Gemma 2); ``None`` is off.
         confidence_temperatures: a positive float a slot that divides the confidence logits (calibration).
         num_anchors: anchors a sequence in training; kept because DeepSpec's loader needs it.
@@ -128,10 +134,12 @@ class DSparkConfig(PretrainedConfig):
     confidence_head_with_markov: bool = True
     sample_from_anchor: bool = True
     sliding_window: int | None = None
+    window_per_slot: bool = False
     layer_types: list[str] | None = None
     has_embed_tokens: bool = True
     has_lm_head: bool = True
     embedding_scale: float = 1.0
+    embedding_norm: bool = True
     final_logit_softcapping: float | None = None
     confidence_temperatures: list[float] | None = None
     num_anchors: int = 512

@@ -124,7 +124,7 @@ class BlockTraining:
         for index, layer in enumerate(self.draft_layers()):
             window = config.window_of_layer(index)
             if window not in masks:
-                masks[window] = _training_mask(anchors, length, config.block_size, window, context_mask)
+                masks[window] = _training_mask(anchors, length, config, window, context_mask)
             attention, normed = layer.self_attn, layer.input_layernorm(hidden)
             context_keys, context_values = attention.keys_values(features, context_rotary)
             block_keys, block_values = attention.keys_values(normed, block_rotary)
@@ -157,15 +157,18 @@ class BlockTraining:
 
 
 def _training_mask(
-    anchors: torch.Tensor, length: int, block: int, window: int | None, context_mask: torch.Tensor | None
+    anchors: torch.Tensor, length: int, config: DSparkConfig, window: int | None, context_mask: torch.Tensor | None
 ) -> torch.Tensor:
     """[B, 1, N * K, S + N * K]: context before the anchor, and the own block. No query is left without a key."""
+    block = config.block_size
     places = torch.arange(length, device=anchors.device)
-    seen = places < anchors[..., None]
+    starts = anchors.repeat_interleave(block, dim=1)[..., None]
+    seen = places < starts
     if window is not None:
-        seen = seen & (places >= anchors[..., None] - window)
+        slots = torch.arange(block, device=anchors.device).repeat(anchors.shape[1])[:, None]
+        seen = seen & (places >= starts + (slots if config.window_per_slot else 0) - window)
     if context_mask is not None:
         seen = seen & context_mask[:, None].to(torch.bool)
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
     own = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
-    return torch.cat((seen.repeat_interleave(block, dim=1), own), dim=-1)[:, None]
+    return torch.cat((seen, own), dim=-1)[:, None]

@@ -228,7 +228,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
         if self.embed_tokens is not None:
             embedded = self.embed_tokens(ids.to(weight.device))
         else:
-            embedded = self._require_target("embed_tokens").embed(ids).to(weight.device, weight.dtype)
+            embedded = self._require_target("embed_tokens").embed(ids, self.config.embedding_norm)
+            embedded = embedded.to(weight.device, weight.dtype)
         scale = self.config.embedding_scale
         if scale == 1.0:
             return embedded
@@ -365,19 +366,34 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             window = config.window_of_layer(index)
             first = max(0, context.max_length - window) if window is not None and context.uniform else 0
             if window not in masks:
-                masks[window] = None if context.uniform else _ragged_mask(context.lengths, size, total, window)
+                masks[window] = self._block_mask(context, total, window, first)
             attention = layer.self_attn
             normed = layer.input_layernorm(hidden)
             keys, values = attention.keys_values(normed, rotary)
             context.write(index, keys, values, destination)
             keys, values = context.keys[index][:, :, first:total], context.values[index][:, :, first:total]
+            mask = masks[window]
             if index == last and wanted < size:  # beyond the last layer's keys, only the slots asked for matter
                 normed, hidden = normed[:, slots], hidden[:, slots]
                 rotary = (rotary[0][:, slots], rotary[1][:, slots])
-            attended = attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
+                mask = mask[:, :, slots] if mask is not None and mask.shape[2] > 1 else mask
+            attended = attention.attend(attention.queries(normed, rotary), keys, values, mask)
             hidden = layer.after_attention(hidden, attended)
         hidden = self.norm(hidden)
         return hidden, self.project_logits(hidden).float()
+
+    def _block_mask(self, context: DraftContext, total: int, window: int | None, first: int) -> torch.Tensor | None:
+        """[B, 1, 1 or K, total - first] keys that each slot sees, ``None`` for all of them."""
+        size, per_slot = self.config.block_size, window is not None and self.config.window_per_slot
+        if context.uniform and not (per_slot and context.max_length + size - 1 > window):  # type: ignore[operator]
+            return None
+        places = torch.arange(first, total, device=context.lengths.device)
+        lengths = context.lengths[:, None, None]
+        seen = places < lengths + size
+        if window is not None:
+            slots = torch.arange(size if per_slot else 1, device=places.device)[:, None]
+            seen = seen & (places >= lengths + slots - window)
+        return seen[:, None]
 
     def markov_step(
         self,
@@ -420,15 +436,6 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             used = temperatures[: confidence_logits.shape[-1]]
             confidence_logits = confidence_logits / confidence_logits.new_tensor(used)
         return torch.sigmoid(confidence_logits)
-
-
-def _ragged_mask(lengths: torch.Tensor, block: int, total: int, window: int | None) -> torch.Tensor:
-    """[B, 1, 1, total] keys that the block of each row sees: its context (the newest ``window`` of it) and itself."""
-    places = torch.arange(total, device=lengths.device)
-    seen = places < (lengths + block)[:, None]
-    if window is not None:
-        seen &= places >= (lengths - window)[:, None]
-    return seen[:, None, None]
 
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)

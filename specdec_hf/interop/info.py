@@ -10,15 +10,22 @@ from typing import Any
 
 from ..heads._loading import tensor_shapes, weight_files
 from ..heads.dspark import DSparkConfig
-from .formats import detect, raw_config
+from .formats import Answers, detect, raw_config
 from .reading import Checkpoint, read_head
+from .target import Target
 from .writing import engine_warnings
 
-_NAMES = {"specdec": "specdec_hf", "deepspec": "DeepSpec", "speculators": "speculators", "zlab": "z-lab DFlash"}
+_NAMES = {
+    "specdec": "specdec_hf",
+    "deepspec": "DeepSpec",
+    "speculators": "speculators",
+    "zlab": "z-lab DFlash",
+    "transformers": "transformers' DFlash",
+}
 
 
-def describe(source: str, hub: dict[str, Any] | None = None) -> str:
-    """Several lines about a head in any known layout.
+def describe(source: str, hub: dict[str, Any] | None = None, target: str | None = None) -> str:
+    """Several lines about a head in any known layout; ``target`` is needed where the file has no vocabulary.
 
     Raises:
         ValueError, OSError: no head can be read there; the message says why.
@@ -27,7 +34,8 @@ def describe(source: str, hub: dict[str, Any] | None = None) -> str:
     layout = detect(raw_config(source, hub), source)
     files = weight_files(source, None, hub)
     check_digests(files)
-    head = read_head(source, hub=hub)
+    answers = None if target is None else Answers(vocab_size=Target(target).text.vocab_size)
+    head = read_head(source, answers, hub)
     stored = sum(math.prod(shape) for name, shape in tensor_shapes(files).items() if name not in ("d2t", "t2d"))
     size = sum(os.path.getsize(path) for path in files)
     lines = [

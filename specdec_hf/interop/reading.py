@@ -13,6 +13,10 @@ from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from .formats import Answers, detect, own_fields, raw_config
 
 
+_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Tensors that transformers' DFlash assistant names otherwise."""
+
+
 @dataclass
 class Checkpoint:
     """A head in this package's terms.
@@ -20,7 +24,7 @@ class Checkpoint:
     Args:
         config: of the head; ``has_embed_tokens`` and ``has_lm_head`` are what the file has.
         tensors: by name, in the file's own dtypes.
-        layout: where it came from: ``specdec``, ``deepspec``, ``speculators`` or ``zlab``.
+        layout: where it came from: ``specdec``, ``deepspec``, ``speculators``, ``zlab`` or ``transformers``.
         notes: what was done that a user should know.
     """
 
@@ -63,7 +67,8 @@ def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] |
     hub = hub or {}
     config, layout = read_config(source, answers, hub)
     files = weight_files(source, None, hub)
-    shapes, notes = tensor_shapes(files), []
+    renamed = _RENAMED if layout == "transformers" else {}
+    shapes, notes = {renamed.get(name, name): shape for name, shape in tensor_shapes(files).items()}, []
     tied = bool(raw_config(source, hub).get("tie_word_embeddings"))
     copied = tied and "lm_head.weight" not in shapes and "embed_tokens.weight" in shapes
     if copied:
@@ -76,7 +81,7 @@ def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] |
         dropped.add("d2t")
     kept = {name: shape for name, shape in shapes.items() if name not in dropped}
     compare_tensors(expected_shapes(config), kept, source)
-    tensors = _load(files)
+    tensors = {renamed.get(name, name): tensor for name, tensor in _load(files).items()}
     if copied:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
     _check_tables(tensors, config, source)

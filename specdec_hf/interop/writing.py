@@ -1,4 +1,4 @@
-"""A head in this package's terms written in a layout: specdec, DeepSpec (Qwen3) or speculators.
+"""A head in this package's terms written in a layout: specdec, DeepSpec (Qwen3, Gemma 4), speculators, z-lab's DFlash.
 
 What a layout has no field for is refused where it changes the drafts, and warned about where it does not.
 """
@@ -33,7 +33,7 @@ def write_head(
     Args:
         head: as read; ``head.tensors`` may get the target's embeddings added.
         out: directory; absent or empty.
-        layout: ``specdec``, ``deepspec`` or ``speculators``.
+        layout: ``specdec``, ``deepspec``, ``speculators`` or ``zlab``.
         target: needed for speculators (it names its verifier), and where embeddings have to be written.
         mask_row: the id whose row gets the mask vector of a head that has its own.
 
@@ -51,7 +51,8 @@ def write_head(
         warnings, fields = [], _specdec(head.config)
     else:
         warnings = _prepare(head, layout, target, mask_row)
-        fields = _deepspec(head.config, target) if layout == "deepspec" else _speculators(head, target)
+        write = {"deepspec": _deepspec, "speculators": _speculators, "zlab": _zlab}[layout]
+        fields = write(head.config, target)
     tensors = dict(head.tensors)
     if layout == "speculators" and head.config.has_reduced_vocab:
         tensors["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool)
@@ -89,7 +90,11 @@ def _prepare(head: Checkpoint, layout: str, target: Target | None, mask_row: int
     """Refuse what the layout cannot hold, add embeddings where they must be in the file, and collect warnings."""
     config = head.config
     _refuse(config, layout)
-    warnings = engine_warnings(config)
+    if layout == "zlab":
+        _drop_embeddings(head, target)
+    warnings = engine_warnings(config, layout)
+    if config.layer_kind == "gemma4" and not config.attention_k_eq_v:
+        warnings.append("vLLM's Gemma 4 DSpark needs attention_k_eq_v (values from the keys' projection), and refuses this.")
     # What the layout's own embedding module multiplies its rows by.
     native = float(config.hidden_size) ** 0.5 if config.layer_kind == "gemma4" else 1.0
     changed = not config.has_embed_tokens and config.embedding_scale != 1.0
@@ -124,7 +129,7 @@ def _prepare(head: Checkpoint, layout: str, target: Target | None, mask_row: int
 
 
 def _refuse(config: DSparkConfig, layout: str) -> None:
-    name = {"deepspec": "DeepSpec's layout", "speculators": "the speculators layout"}[layout]
+    name = {"deepspec": "DeepSpec's layout", "speculators": "the speculators layout", "zlab": "z-lab's layout"}[layout]
     gemma = config.layer_kind == "gemma4"
     refused = [
         (not config.qk_norm, "qk_norm=False", "its layers norm queries and keys"),
@@ -133,32 +138,60 @@ def _refuse(config: DSparkConfig, layout: str) -> None:
             "final_logit_softcapping",
             "only Gemma 4's layers have it there" if layout == "deepspec" else "it has no field for it",
         ),
-        (gemma and layout == "speculators", "layer_kind='gemma4'", "its layers are Qwen3's"),
+        (gemma and layout != "deepspec", "layer_kind='gemma4'", "its layers are Qwen3's"),
+        (not config.embedding_norm, "embedding_norm=False", "it has no field for it"),
         (config.attention_k_eq_v and not gemma, "attention_k_eq_v", "Qwen3's layers have values of their own"),
         (config.sliding_window is not None, "sliding_window", "programs differ in what a block sees there"),
-        (layout == "deepspec" and config.has_reduced_vocab, "draft_vocab_size", "it has no reduced vocabulary"),
+        (layout != "speculators" and config.has_reduced_vocab, "draft_vocab_size", "it has no reduced vocabulary"),
         (
-            layout == "deepspec" and config.target_hidden_size != config.hidden_size,
+            layout != "speculators" and config.target_hidden_size != config.hidden_size,
             "target_hidden_size",
             "it takes draft and target as equally wide",
         ),
+        (layout == "zlab" and bool(config.markov_rank), "markov_rank", "it has no Markov head"),
+        (layout == "zlab" and config.enable_confidence_head, "enable_confidence_head", "it has no confidence head"),
+        (layout == "zlab" and config.sample_from_anchor, "sample_from_anchor", "only its mask slots predict"),
+        (layout == "zlab" and config.mask_token_id is None, "mask_embedding", "it has no embeddings to hold the vector"),
+        (layout == "zlab" and config.embedding_scale != 1.0, "embedding_scale", "it takes the target's embeddings"),
     ]
     for applies, what, why in refused:
         if applies:
-            other = " Use --to speculators." if layout == "deepspec" and "vocab" in what + why else ""
+            other = " Use --to speculators." if layout != "speculators" and "vocab" in what + why else ""
             raise ValueError(f"a head with {what} cannot be written in {name}: {why}.{other}")
 
 
-def engine_warnings(config: DSparkConfig) -> list[str]:
-    """What engines (vLLM 0.32) refuse or do otherwise with this head, in words."""
+def _drop_embeddings(head: Checkpoint, target: Target | None) -> None:
+    """z-lab's file has no embeddings: a head's own must be the target's, which is looked up and never assumed."""
+    config = head.config
+    for name, has in (("embed_tokens", config.has_embed_tokens), ("lm_head", config.has_lm_head)):
+        if not has:
+            continue
+        if target is None:
+            raise ValueError(f"z-lab's layout has no {name}; give --target, so that the head's can be compared with it")
+        rows = head.tensors.pop(f"{name}.weight")
+        count = config.vocab_size
+        theirs = target.embedding_rows(count)[0] if name == "embed_tokens" else target.lm_head_rows(count)
+        if not torch.equal(rows, theirs.to(rows.dtype)):
+            raise ValueError(
+                f"the head's {name} differs from {target.name}'s, and z-lab's layout has none. Use --to speculators."
+            )
+    config.has_embed_tokens = config.has_lm_head = False
+
+
+def engine_warnings(config: DSparkConfig, layout: str | None = None) -> list[str]:
+    """What engines (vLLM 0.32) refuse or do otherwise with this head in a layout (``None``: any), in words."""
     found = []
     if config.markov_head_type in ("gated", "rnn"):
         found.append(f"vLLM refuses markov_head_type={config.markov_head_type!r} when it loads the head.")
-    if config.markov_rank == 0:
-        found.append("vLLM's process dies at a DSpark head with markov_rank 0; serve it elsewhere.")
+    dflash = layout in ("speculators", "zlab") and not config.enable_confidence_head
+    if config.markov_rank == 0 and not dflash:
+        found.append(
+            "vLLM's process dies at a DSpark head with markov_rank 0; without a confidence head, --to speculators or zlab "
+            "makes it a DFlash head, which vLLM serves."
+        )
     if -1 in config.target_layer_ids:
         found.append("target_layer_ids has -1 (the embedding output), which no engine has been tried with.")
-    if not config.sample_from_anchor:
+    if not config.sample_from_anchor and layout in (None, "deepspec"):
         found.append("sample_from_anchor is false: DeepSpec's own code ignores that and drafts from the wrong slots.")
     return found
 
@@ -292,8 +325,20 @@ def _deepspec(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
     }
 
 
-def _speculators(head: Checkpoint, target: Target | None) -> dict[str, Any]:
-    config = head.config
+def _zlab(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
+    if config.num_target_layers is None:
+        raise ValueError("num_target_layers is not known, which z-lab's config.json has; give --target")
+    return {
+        **_layer_config(config),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)},
+        "dtype": _dtype_name(config),
+        "num_target_layers": config.num_target_layers,
+    }
+
+
+def _speculators(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
     kind = "dspark" if config.markov_rank or config.enable_confidence_head else "dflash"
     draft = _draft_fields(config)
     if kind == "dflash":
