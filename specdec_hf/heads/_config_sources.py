@@ -5,6 +5,8 @@ Plain dicts in, plain dicts out; the configuration class checks them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -36,6 +38,16 @@ def spread_layers(num_layers: int, count: int = 5) -> list[int]:
     return sorted({round(start + i * (end - start) / (count - 1)) for i in range(count)})
 
 
+@contextmanager
+def words_for_damage(where: str) -> Iterator[None]:
+    """Errors that come of a file whose values are of no expected type, as a ValueError in words."""
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
+        what = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ValueError(f"{where}: config.json is damaged ({what}); download the head again") from error
+
+
 def translate_config(fields: dict[str, Any], where: str, model_type: str, names: list[str]) -> dict[str, Any]:
     """Fields of a ``config.json`` in our names: ours as they are, DeepSpec's translated, anything else refused.
 
@@ -51,7 +63,7 @@ def translate_config(fields: dict[str, Any], where: str, model_type: str, names:
         ValueError: not a head that this class can read; the message says which layout it looks like and what to do.
     """
     if fields.get("model_type") == model_type or not fields:
-        return fields
+        return {name: value for name, value in fields.items() if name != "auto_map"}  # our class needs no foreign code
     if "speculators_model_type" in fields or "speculators_config" in fields:
         raise ValueError(
             f"{where} is in the speculators layout, whose layer ids differ by one. Convert it first: "

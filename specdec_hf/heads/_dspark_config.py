@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ._config_sources import ROPE_TYPES, shape_of_target, spread_layers, translate_config
+from ._config_sources import ROPE_TYPES, shape_of_target, spread_layers, translate_config, words_for_damage
 
 LAYER_KINDS = ("llama", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
@@ -418,9 +418,16 @@ class DSparkConfig(PretrainedConfig):
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """As in transformers; a DeepSpec ``config.json`` comes back in this class's own fields."""
-        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         source = str(pretrained_model_name_or_path)
-        return translate_config(fields, source, cls.model_type, cls._field_names()), kwargs
+        with words_for_damage(source):
+            fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+            return translate_config(fields, source, cls.model_type, cls._field_names()), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; raises ValueError for values that are not of a field's type."""
+        with words_for_damage(str(config_dict.get("_name_or_path") or "a configuration")):
+            return super().from_dict(config_dict, **kwargs)
 
 
 def _is_int(value: Any) -> bool:

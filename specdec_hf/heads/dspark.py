@@ -29,7 +29,7 @@ from ._context import DraftContext
 from ._dspark_config import DSparkConfig
 from ._dspark_training import BlockTraining, DSparkOutput
 from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
-from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
+from ._loading import HUB_KEYWORDS, check_digests, check_values, compare_tensors, tensor_shapes, weight_files
 
 __all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "spread_layers"]
 
@@ -118,7 +118,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
 
         Raises:
-            ValueError: not a head, a pickle, a truncated file, or tensors that are not those of ``config.json``.
+            ValueError: not a head, a pickle, a truncated file, a file of the Hub's cache that is not what the Hub has (by
+                its SHA-256), or tensors that are not those of ``config.json``.
             OSError: nothing there, or not reachable.
         """
         if kwargs.get("use_safetensors") is False or kwargs.get("gguf_file"):
@@ -133,7 +134,9 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             overrides = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = DSparkConfig.from_pretrained(config or source, **hub, **overrides)
         config = copy.deepcopy(config)
-        found = tensor_shapes(weight_files(source, kwargs.get("variant"), hub))
+        files = weight_files(source, kwargs.get("variant"), hub)
+        check_digests(files)
+        found = tensor_shapes(files)
         absent = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in found]
         borrowed = [name for name in absent if getattr(config, f"has_{name}")]
         config.note_owned("embed_tokens" not in absent, "lm_head" not in absent)

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..heads._config_sources import translate_config
+from ..heads._config_sources import translate_config, words_for_damage
 from ..heads.dspark import DSparkConfig
 
 FORMATS = ("specdec", "deepspec", "speculators", "zlab")
@@ -78,7 +78,8 @@ def detect(fields: dict[str, Any], where: str) -> str:
 
 def raw_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     """What ``config.json`` of a directory or Hub repository holds. Raises OSError where there is none."""
-    return dict(PretrainedConfig.get_config_dict(source, **hub)[0])
+    with words_for_damage(source):
+        return dict(PretrainedConfig.get_config_dict(source, **hub)[0])
 
 
 def own_fields(layout: str, fields: dict[str, Any], where: str, answers: Answers) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import re
 from typing import Any
 
 from ..heads._loading import tensor_shapes, weight_files
@@ -33,7 +31,6 @@ def describe(source: str, hub: dict[str, Any] | None = None, target: str | None 
     hub = hub or {}
     layout = detect(raw_config(source, hub), source)
     files = weight_files(source, None, hub)
-    check_digests(files)
     answers = None if target is None else Answers(vocab_size=Target(target).text.vocab_size)
     head = read_head(source, answers, hub)
     stored = sum(math.prod(shape) for name, shape in tensor_shapes(files).items() if name not in ("d2t", "t2d"))
@@ -45,26 +42,6 @@ def describe(source: str, hub: dict[str, Any] | None = None, target: str | None 
     ]
     notes = [*head.notes, *engine_warnings(head.config)]
     return "\n".join([*lines, *(f"  {'note':<12} {one}" for one in notes)])
-
-
-def check_digests(files: list[str]) -> None:
-    """Compare files of the Hub's cache with their SHA-256, which is the name that the cache keeps them by.
-
-    The client compares sizes only. Files elsewhere have no digest to compare with.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
-    for path in files:
-        digest = os.path.basename(os.path.realpath(path))
-        if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            continue
-        found = hashlib.sha256()
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 20):
-                found.update(piece)
-        if found.hexdigest() != digest:
-            raise ValueError(f"{path} is damaged: its SHA-256 is not the Hub's. Delete it and download it again.")
 
 
 def describe_dtypes(head: Checkpoint) -> str:

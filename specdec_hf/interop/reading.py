@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..heads._loading import compare_tensors, tensor_shapes, weight_files
+from ..heads._config_sources import words_for_damage
+from ..heads._loading import check_digests, compare_tensors, tensor_shapes, weight_files
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from .formats import Answers, detect, own_fields, raw_config
 
@@ -44,12 +45,10 @@ def read_config(
     """
     fields = raw_config(source, hub or {})
     layout = detect(fields, source)
-    try:
+    with words_for_damage(source):
         ours = own_fields(layout, fields, source, answers or Answers())
         ours.pop("model_type", None)
         return DSparkConfig(**ours), layout
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{source}: config.json is damaged ({error}); download the head again") from error
 
 
 def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] | None = None) -> Checkpoint:
@@ -67,6 +66,7 @@ def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] |
     hub = hub or {}
     config, layout = read_config(source, answers, hub)
     files = weight_files(source, None, hub)
+    check_digests(files)
     renamed = _RENAMED if layout == "transformers" else {}
     shapes, notes = {renamed.get(name, name): shape for name, shape in tensor_shapes(files).items()}, []
     tied = bool(raw_config(source, hub).get("tie_word_embeddings"))
