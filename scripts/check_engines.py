@@ -7,8 +7,8 @@ Needs this package here and a vLLM environment of your own (never this one), who
 Without arguments for a head: the golden test set, for which vLLM 0.32 on a CPU printed, in both layouts:
 4 of 4 texts equal, 67 drafts, 335 drafted, 128 accepted. Wrong layer ids give 81 / 405 / 113, and no error.
 
-On a CPU, vLLM runs DSpark only in Triton's interpreter and with one correction of its own code (context keys of all draft
-layers go through layer 0's key norm in 0.32.0); both are made here. That is a test arrangement, not a way to serve.
+On a CPU, vLLM runs DSpark only in Triton's interpreter and with one correction of its own code (context keys of all
+draft layers go through layer 0's key norm in 0.32.0); both are made here: a test arrangement, not a way to serve.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def check(vllm_python: str, target: str, head: str, expected: str, want: tuple[i
             right = got["equal"] == got["prompts"] and want in (None, tuple(got[name] for name in COUNTERS))
             failed |= not right
             said = ", ".join(f"{name[4:].replace('_', ' ')} {got[name]}" for name in COUNTERS)
-            print(f"{layout}: {got['equal']} of {got['prompts']} texts equal; {said}: {'as expected' if right else 'WRONG'}")
+            verdict = "as expected" if right else "WRONG"
+            print(f"{layout}: {got['equal']} of {got['prompts']} texts equal; {said}: {verdict}")
     return failed
 
 

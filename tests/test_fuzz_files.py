@@ -1,4 +1,4 @@
-"""Files from strangers: damaged or hostile ones give an error in words. No crash, no gigabytes, no code run, no path out.
+"""Files from strangers: bad ones give an error in words. No crash, no gigabytes, no code run, no path out.
 
 Fixed seeds; each case is one change or several of a good ``config.json``, in each layout that is read.
 """
@@ -128,7 +128,7 @@ def test_damaged_configurations_give_errors(good: dict[str, Any], layout: str, t
     directory = tmp_path / "head"
     directory.mkdir()
     save_file(load_file(source / "model.safetensors"), directory / "model.safetensors")
-    before, refused, cases = peak(), 0, 60
+    before, refused, cases = peak(), 0, 40
     for number in range(cases):
         fields = damaged(good[layout], random_)
         (directory / "config.json").write_text(json.dumps(fields))
@@ -218,7 +218,11 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
     head.mkdir()
     for name in ("modeling.py", "configuration.py", "custom_generate.py"):
         (head / name).write_text(f"open({str(trap)!r}, 'w')\nclass Head: pass\nclass Config: pass\n")
-    remote = {"AutoModel": "modeling.Head", "AutoConfig": "configuration.Config", "AutoModelForCausalLM": "modeling.Head"}
+    remote = {
+        "AutoModel": "modeling.Head",
+        "AutoConfig": "configuration.Config",
+        "AutoModelForCausalLM": "modeling.Head",
+    }
     save_file(load_file(GOLDEN / "deepspec/vanilla/model.safetensors"), head / "model.safetensors")
     for layout in ("deepspec", "specdec"):
         convert(str(GOLDEN / "deepspec/vanilla"), str(tmp_path / "good")) if layout == "specdec" else None
@@ -236,7 +240,18 @@ def test_code_of_a_repository_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../outside.safetensors", "/etc/hostname", "..", "", "a/b.safetensors", "x.bin", 5, None, ["a"], "a\x00.safetensors"],
+    [
+        "../outside.safetensors",
+        "/etc/hostname",
+        "..",
+        "",
+        "a/b.safetensors",
+        "x.bin",
+        5,
+        None,
+        ["a"],
+        "a\x00.safetensors",
+    ],
     ids=[str(number) for number in range(10)],
 )
 def test_an_index_cannot_leave_its_directory(shard: Any, tmp_path: Path) -> None:

@@ -214,7 +214,10 @@ def test_gemma4_embeddings_are_scaled_once(tmp_path: Path) -> None:
     target = gemma4()
     target.save_pretrained(tmp_path / "target")
     reference = Reference(tmp_path / "whole")
-    theirs = {"embed_tokens.weight": target.model.embed_tokens.weight.data, "lm_head.weight": target.lm_head.weight.data}
+    theirs = {
+        "embed_tokens.weight": target.model.embed_tokens.weight.data,
+        "lm_head.weight": target.lm_head.weight.data,
+    }
     save_file({**reference.tensors, **theirs}, tmp_path / "whole" / "model.safetensors")
     Reference(tmp_path / "bare")
     kept = {name: tensor for name, tensor in reference.tensors.items() if name not in theirs}
@@ -323,7 +326,7 @@ def test_transformers_dflash_decodes_and_says_what_is_missing(tmp_path: Path) ->
     stats = last_speculation(target)
     assert stats is not None
     assert stats.rounds > 0
-    with pytest.raises(ValueError, match="sliding_window|embedding_norm"):
+    with pytest.raises(ValueError, match=r"sliding_window|embedding_norm"):
         convert(str(tmp_path / "own"), str(tmp_path / "no"), "zlab", QWEN)
 
 
@@ -362,6 +365,7 @@ def test_dflash_goes_out_and_comes_back(layout: str, tmp_path: Path) -> None:
         assert fields["dflash_config"] == {"mask_token_id": 97, "target_layer_ids": [1, 2, 3]}
     else:
         assert (fields["speculators_model_type"], fields["sample_from_anchor"]) == ("dflash", False)
+        assert fields["sliding_window_non_causal"] is True  # false makes all layers causal in vLLM
         assert not [name for name in fields if "markov" in name or "confidence" in name]
         del fields["sample_from_anchor"]  # all programs take it as false in a DFlash head
         (tmp_path / "out" / "config.json").write_text(json.dumps(fields))

@@ -140,11 +140,13 @@ def _translate_gemma4(fields: dict[str, Any], where: str, model_type: str, names
     for name in ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers"):
         if fields.get(name):
             raise ValueError(
-                f"{where}: {name}={fields[name]!r}; DeepSpec's Gemma 4 heads have neither experts, nor inputs per layer, "
-                "nor layers that share keys. It cannot be loaded."
+                f"{where}: {name}={fields[name]!r}; DeepSpec's Gemma 4 heads have neither experts, nor inputs per "
+                "layer, nor layers that share keys. It cannot be loaded."
             )
     if set(fields.get("layer_types") or ["full_attention"]) != {"full_attention"}:
-        raise ValueError(f"{where}: layer_types={fields['layer_types']}; DeepSpec's Gemma 4 heads attend to all context")
+        raise ValueError(
+            f"{where}: layer_types={fields['layer_types']}; DeepSpec's Gemma 4 heads attend to all context"
+        )
     heads = "num_global_key_value_heads" if fields["attention_k_eq_v"] else "num_key_value_heads"
     ours = {name: fields[name] for name in names if name in fields}
     for name in ("transformers_version", "architectures", "layer_types", "sliding_window"):

@@ -6,7 +6,6 @@ Knows shapes and names only. It loads no weights and sees no model.
 from __future__ import annotations
 
 import difflib
-import math
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -18,6 +17,7 @@ MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
 MAX_PARAMETERS = 20e9
 """A head describing more parameters than this is taken for a damaged config.json and refused before allocation."""
 
+_HUGE = 1e18
 _INTEGERS: dict[str, tuple[int, int]] = {
     "hidden_size": (1, 65_536),
     "intermediate_size": (1, 1_048_576),
@@ -441,8 +441,8 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 def _check_positive(name: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        _fail(name, value, "must be a positive number", "correct it in config.json or in the call")
+    if not number or not 0 < value < _HUGE:  # not true of NaN and infinity either
+        _fail(name, value, "must be a positive number, at most 1e18", "correct it in config.json or in the call")
 
 
 def _nearest(name: Any, known: Any) -> str:

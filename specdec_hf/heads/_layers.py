@@ -86,7 +86,8 @@ class DSparkAttention(nn.Module):
         size, bias = config.head_dim, config.attention_bias
         self.head_dim, self.kv_heads = size, config.num_key_value_heads
         gemma = config.layer_kind == "gemma4"
-        self.scale, self.value_eps = (1.0, config.rms_norm_eps) if gemma else (None, None)
+        self.scale: float | None = 1.0 if gemma else None
+        self.value_eps: float | None = config.rms_norm_eps if gemma else None
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
@@ -150,8 +151,8 @@ class DSparkMLP(nn.Module):
 
 
 class DSparkLayer(nn.Module):
-    """One draft layer: norms before attention and feed-forward (Llama, Qwen3), or before and after both, with one factor
-    on the layer's output (Gemma 4). The caller runs the attention, because it owns the keys of the context.
+    """One draft layer: norms before attention and feed-forward (Llama, Qwen3), or before and after both, with one
+    factor on the layer's output (Gemma 4). The caller runs the attention, because it owns the keys of the context.
     """
 
     layer_scalar: torch.Tensor

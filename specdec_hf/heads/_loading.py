@@ -63,7 +63,12 @@ def _shards(index: str, source: str, hub: dict[str, Any]) -> list[str]:
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error}); download it again") from error
     for name in names:
-        if not isinstance(name, str) or "\0" in name or os.path.basename(name) != name or not name.endswith(".safetensors"):
+        if (
+            not isinstance(name, str)
+            or "\0" in name
+            or os.path.basename(name) != name
+            or not name.endswith(".safetensors")
+        ):
             raise ValueError(f"{index} names the shard {name!r}; shards must be safetensors files beside it")
     if os.path.isdir(source):
         return [os.path.join(os.path.dirname(index), name) for name in names]

@@ -118,8 +118,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
             The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
 
         Raises:
-            ValueError: not a head, a pickle, a truncated file, a file of the Hub's cache that is not what the Hub has (by
-                its SHA-256), or tensors that are not those of ``config.json``.
+            ValueError: not a head, a pickle, a truncated file, a file of the Hub's cache that is not what the Hub has
+                (by its SHA-256), or tensors that are not those of ``config.json``.
             OSError: nothing there, or not reachable.
         """
         if kwargs.get("use_safetensors") is False or kwargs.get("gguf_file"):
@@ -236,7 +236,9 @@ class DSparkDraftModel(CardOnPush, BlockTraining, PreTrainedModel):
         scale = self.config.embedding_scale
         if scale == 1.0:
             return embedded
-        return embedded * float(torch.tensor(scale, dtype=embedded.dtype))  # Gemma rounds the factor to the weights' type
+        return embedded * float(
+            torch.tensor(scale, dtype=embedded.dtype)
+        )  # Gemma rounds the factor to the weights' type
 
     def _require_target(self, part: str) -> BorrowedTarget:
         if self._borrowed is None:

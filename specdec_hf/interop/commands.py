@@ -62,7 +62,7 @@ def convert(
     revision: _Revision = None,
     subfolder: _Subfolder = None,
 ) -> None:
-    """Convert a head between layouts (specdec, DeepSpec, speculators, z-lab; from transformers' DFlash), or check how it is read."""
+    """Convert a head between layouts (specdec, DeepSpec, speculators, z-lab), or check how it is read."""
     from .convert import run_convert
     from .formats import Answers
 

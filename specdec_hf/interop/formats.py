@@ -67,12 +67,16 @@ def detect(fields: dict[str, Any], where: str) -> str:
         return "zlab"
     if all(name in fields for name in ("block_size", "target_layer_ids", "markov_rank")):
         return "deepspec"
-    if all(name in fields for name in ("block_size", "target_layer_ids", "mask_token_id")) and "vocab_size" not in fields:
+    if (
+        all(name in fields for name in ("block_size", "target_layer_ids", "mask_token_id"))
+        and "vocab_size" not in fields
+    ):
         return "transformers"
     raise ValueError(
         f"{where} is in no layout that is known: config.json has model_type={fields.get('model_type')!r}, but neither "
         "speculators_model_type (speculators), nor dflash_config (z-lab), nor block_size, target_layer_ids and "
-        "markov_rank (DeepSpec) or mask_token_id (transformers' DFlash). Give the head's directory or repository, not the target's."
+        "markov_rank (DeepSpec) or mask_token_id (transformers' DFlash). Give the head's directory or repository, "
+        "not the target's."
     )
 
 
@@ -125,7 +129,9 @@ def _from_speculators(fields: dict[str, Any], where: str, answers: Answers) -> d
             "with --target-layer-ids (one less than the ids of speculators)."
         )
     # Of a DFlash head all programs take a missing sample_from_anchor as false.
-    anchor = False if kind == "dflash" and fields.get("sample_from_anchor") is None else fields.get("sample_from_anchor")
+    anchor = (
+        False if kind == "dflash" and fields.get("sample_from_anchor") is None else fields.get("sample_from_anchor")
+    )
     if anchor is None and answers.sample_from_anchor is None:
         raise ValueError(
             f"{where} does not say sample_from_anchor, and programs differ in what they then take (the speculators "

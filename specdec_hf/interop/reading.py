@@ -13,7 +13,6 @@ from ..heads._loading import check_digests, compare_tensors, tensor_shapes, weig
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from .formats import Answers, detect, own_fields, raw_config
 
-
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 """Tensors that transformers' DFlash assistant names otherwise."""
 

@@ -94,7 +94,9 @@ def _prepare(head: Checkpoint, layout: str, target: Target | None, mask_row: int
         _drop_embeddings(head, target)
     warnings = engine_warnings(config, layout)
     if config.layer_kind == "gemma4" and not config.attention_k_eq_v:
-        warnings.append("vLLM's Gemma 4 DSpark needs attention_k_eq_v (values from the keys' projection), and refuses this.")
+        warnings.append(
+            "vLLM's Gemma 4 DSpark needs attention_k_eq_v (values from the keys' projection), and refuses this."
+        )
     # What the layout's own embedding module multiplies its rows by.
     native = float(config.hidden_size) ** 0.5 if config.layer_kind == "gemma4" else 1.0
     changed = not config.has_embed_tokens and config.embedding_scale != 1.0
@@ -151,7 +153,11 @@ def _refuse(config: DSparkConfig, layout: str) -> None:
         (layout == "zlab" and bool(config.markov_rank), "markov_rank", "it has no Markov head"),
         (layout == "zlab" and config.enable_confidence_head, "enable_confidence_head", "it has no confidence head"),
         (layout == "zlab" and config.sample_from_anchor, "sample_from_anchor", "only its mask slots predict"),
-        (layout == "zlab" and config.mask_token_id is None, "mask_embedding", "it has no embeddings to hold the vector"),
+        (
+            layout == "zlab" and config.mask_token_id is None,
+            "mask_embedding",
+            "it has no embeddings to hold the vector",
+        ),
         (layout == "zlab" and config.embedding_scale != 1.0, "embedding_scale", "it takes the target's embeddings"),
     ]
     for applies, what, why in refused:
@@ -186,8 +192,8 @@ def engine_warnings(config: DSparkConfig, layout: str | None = None) -> list[str
     dflash = layout in ("speculators", "zlab") and not config.enable_confidence_head
     if config.markov_rank == 0 and not dflash:
         found.append(
-            "vLLM's process dies at a DSpark head with markov_rank 0; without a confidence head, --to speculators or zlab "
-            "makes it a DFlash head, which vLLM serves."
+            "vLLM's process dies at a DSpark head with markov_rank 0; without a confidence head, --to speculators or "
+            "zlab makes it a DFlash head, which vLLM serves."
         )
     if -1 in config.target_layer_ids:
         found.append("target_layer_ids has -1 (the embedding output), which no engine has been tried with.")
@@ -274,16 +280,18 @@ def _gemma4_config(config: DSparkConfig, target: Target | None) -> dict[str, Any
     """The draft's layers as a Gemma 4 text configuration in the spelling that DeepSpec's code reads."""
     if target is None:
         raise ValueError(
-            "DeepSpec's heads with Gemma 4's layers record which kind of Gemma 4 the target is (model_type); give --target"
+            "DeepSpec's heads with Gemma 4's layers record which kind of Gemma 4 the target is (model_type); give "
+            "--target"
         )
     names = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps "
-        "attention_bias attention_k_eq_v final_logit_softcapping max_position_embeddings initializer_range bos_token_id "
-        "eos_token_id pad_token_id"
+        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+        "rms_norm_eps attention_bias attention_k_eq_v final_logit_softcapping max_position_embeddings "
+        "initializer_range bos_token_id eos_token_id pad_token_id"
     )
     if target.text.model_type not in GEMMA4_TYPES:
         raise ValueError(
-            f"{target.name} is a {target.text.model_type}; DeepSpec's layout has Gemma 4's layers for Gemma 4 targets only"
+            f"{target.name} is a {target.text.model_type}; DeepSpec's layout has Gemma 4's layers for "
+            "Gemma 4 targets only"
         )
     return {
         **{name: getattr(config, name) for name in names.split()},
@@ -353,7 +361,9 @@ def _speculators(config: DSparkConfig, target: Target | None) -> dict[str, Any]:
         "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
         "aux_hidden_state_layer_ids": [one + 1 for one in config.target_layer_ids],
         "draft_vocab_size": config.draft_vocab_size,
-        "sliding_window_non_causal": False,
+        # vLLM takes false for causal blocks in *all* layers of a DFlash head, and ignores it in a DSpark one; for the
+        # library it is about sliding layers only, of which there are none.
+        "sliding_window_non_causal": kind == "dflash",
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
