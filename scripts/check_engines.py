@@ -4,8 +4,9 @@ Needs this package here and a vLLM environment of your own (never this one), who
 
     python scripts/check_engines.py --vllm-python VENV/bin/python [--target DIR --head DIR --expected FILE]
 
-Without arguments for a head: the golden test set, for which vLLM 0.32 on a CPU printed, in both layouts:
-4 of 4 texts equal, 67 drafts, 335 drafted, 128 accepted. Wrong layer ids give 81 / 405 / 113, and no error.
+Without arguments for a head: the golden test set. vLLM 0.32.0 on a CPU printed, in DeepSpec's and speculators' layout:
+4 of 4 texts equal, 67 drafts, 335 drafted, 128 accepted (wrong layer ids give 81 / 405 / 113, and no error). And for
+the same backbone as a DFlash head, in z-lab's and speculators' layout: 4 of 4, 133 drafts, 532 drafted, 63 accepted.
 
 On a CPU, vLLM runs DSpark only in Triton's interpreter and with one correction of its own code (context keys of all
 draft layers go through layer 0's key norm in 0.32.0); both are made here: a test arrangement, not a way to serve.
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "deepspec_hd32"
-LAYOUTS = ("deepspec", "speculators")
+LAYOUTS = {"dspark": ("deepspec", "speculators"), "dflash": ("zlab", "speculators")}
+EXPECTED = {"dspark": (67, 335, 128), "dflash": (133, 532, 63)}
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
-def serve(target: str, head: str, expected: str, tokens: int) -> None:
+def serve(target: str, head: str, expected: str, method: str, tokens: int) -> None:
     """Inside vLLM's environment: generate, and print a line of JSON with the counters and how many texts are equal."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     on_cpu = not _has_gpu()
@@ -46,7 +48,7 @@ def serve(target: str, head: str, expected: str, tokens: int) -> None:
         names = sorted(name for name in file.keys() if name.startswith("prompt."))  # noqa: SIM118
         prompts = [file.get_tensor(name).tolist() for name in names]
         texts = [file.get_tensor(name.replace("prompt", "greedy")).tolist() for name in names]
-    speculative = {"method": "dspark", "model": head, "num_speculative_tokens": tokens}
+    speculative = {"method": method, "model": head, "num_speculative_tokens": tokens}
     engine = LLM(
         model=target,
         speculative_config=speculative,
@@ -100,40 +102,55 @@ def _use_each_layers_key_norm() -> None:
     qwen3_dflash.DFlashQwen3Model._normalize_context_k = normalize
 
 
-def check(vllm_python: str, target: str, head: str, expected: str, want: tuple[int, ...] | None) -> int:
-    """Convert into both layouts, serve each, compare; the exit status."""
+def check(vllm_python: str, target: str, head: str, expected: str, want: tuple[int, ...] | None = None) -> bool:
+    """Convert into the layouts that vLLM reads, serve each, compare; whether all is right."""
     from specdec_hf.interop.convert import convert
     from specdec_hf.interop.reading import read_head
 
-    failed = 0
+    right = True
     with tempfile.TemporaryDirectory() as folder:
         own = os.path.join(folder, "own")
         convert(head, own)
-        tokens = read_head(own).config.max_draft_tokens
-        for layout in LAYOUTS:
+        config = read_head(own).config
+        method = "dspark" if config.markov_rank else "dflash"
+        for layout in LAYOUTS[method]:
             out = os.path.join(folder, layout)
             convert(own, out, layout, target)
-            words = [vllm_python, __file__, "--serve", target, out, expected, str(tokens)]
+            words = [vllm_python, __file__, "--serve", target, out, expected, method, str(config.max_draft_tokens)]
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
             lines = [line for line in done.stdout.splitlines() if line.startswith('{"equal"')]
             if not lines:
-                print(f"{layout}: vLLM failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-                failed = 1
+                print(f"{method}, {layout}: vLLM failed\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+                right = False
                 continue
             got = json.loads(lines[-1])
-            right = got["equal"] == got["prompts"] and want in (None, tuple(got[name] for name in COUNTERS))
-            failed |= not right
+            fits = got["equal"] == got["prompts"] and want in (None, tuple(got[name] for name in COUNTERS))
+            right &= fits
             said = ", ".join(f"{name[4:].replace('_', ' ')} {got[name]}" for name in COUNTERS)
-            verdict = "as expected" if right else "WRONG"
-            print(f"{layout}: {got['equal']} of {got['prompts']} texts equal; {said}: {verdict}")
-    return failed
+            verdict = "as expected" if fits else "WRONG"
+            print(f"{method}, {layout}: {got['equal']} of {got['prompts']} texts equal; {said}: {verdict}", flush=True)
+    return right
+
+
+def golden_dflash(folder: str) -> str:
+    """The golden head's backbone as DFlash: no Markov and no confidence head, only mask slots predict."""
+    from safetensors.torch import load_file, save_file
+
+    from specdec_hf import DSparkConfig
+
+    less = {"markov_rank": 0, "enable_confidence_head": False, "sample_from_anchor": False}
+    DSparkConfig.from_pretrained(GOLDEN / "vanilla", **less).save_pretrained(folder)
+    tensors = load_file(GOLDEN / "vanilla" / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if not name.startswith(("markov_head", "confidence_head"))}
+    save_file(kept, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    return folder
 
 
 def main() -> int:
     """Parse and run."""
     if sys.argv[1:2] == ["--serve"]:
-        serve(*sys.argv[2:5], int(sys.argv[5]))
+        serve(*sys.argv[2:6], int(sys.argv[6]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", required=True, help="Python of an environment with vLLM")
@@ -145,9 +162,12 @@ def main() -> int:
     if any(given) and not all(given):
         parser.error("give --target, --head and --expected together")
     if all(given):
-        return check(chosen.vllm_python, *given, want=None)
-    golden = (str(GOLDEN / name) for name in ("target", "vanilla", "expected.safetensors"))
-    return check(chosen.vllm_python, *golden, want=(67, 335, 128))
+        return int(not check(chosen.vllm_python, *given))
+    target, head, expected = (str(GOLDEN / name) for name in ("target", "vanilla", "expected.safetensors"))
+    right = check(chosen.vllm_python, target, head, expected, EXPECTED["dspark"])
+    with tempfile.TemporaryDirectory() as folder:
+        right &= check(chosen.vllm_python, target, golden_dflash(folder), expected, EXPECTED["dflash"])
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,12 @@ def test_gemma4_round_trip_and_what_readers_need(tmp_path: Path) -> None:
     parsed = AutoConfig.from_pretrained(tmp_path / "back")  # vLLM reads the layers through transformers' class
     assert parsed.per_layer_config[1].head_dim == 16
     assert parsed.target_layer_ids == [0, 2]
+    assert serve_command(str(tmp_path / "target"), str(tmp_path / "back"))[0].startswith("vllm serve")
+    Reference(tmp_path / "separate", k_eq_v=False)
+    with pytest.raises(ValueError, match="attention_k_eq_v"):
+        serve_command(str(tmp_path / "target"), str(tmp_path / "separate"))
+    notes = convert(str(tmp_path / "separate"), str(tmp_path / "out"), "deepspec", str(tmp_path / "target"))
+    assert "attention_k_eq_v" in " ".join(notes)
 
 
 def test_gemma4_embeddings_are_scaled_once(tmp_path: Path) -> None:

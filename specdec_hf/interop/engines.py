@@ -1,7 +1,7 @@
 """Commands that serve a target with a head on vLLM and SGLang, printed only after the head has been checked.
 
-Facts: vLLM 0.32 and SGLang's server arguments. vLLM loads exports of this package in both layouts; SGLang's command has
-not been run by us.
+Facts: vLLM 0.32 and SGLang's server arguments. vLLM runs exports of this package in every layout that it reads
+(``scripts/check_engines.py``); SGLang's command has not been run by us.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def serve_command(target: str, head: str, engine: str = "vllm") -> tuple[str, li
 
 def refuse_vllm(config: DSparkConfig) -> None:
     """Raise ValueError for a DSpark head that vLLM 0.32 refuses or dies at."""
-    if config.markov_rank == 0 or config.markov_head_type != "vanilla":
-        problem = next(one for one in engine_warnings(config) if one.startswith("vLLM"))
-        raise ValueError(f"{problem} Use generate() of this package, or train a head with markov_head_type='vanilla'.")
+    problem = next((one for one in engine_warnings(config) if one.startswith("vLLM")), None)
+    if problem is not None:
+        raise ValueError(f"{problem} generate() of this package runs it as it is.")
 
 
 def _notes(config: DSparkConfig, layout: str, target: str, head: str) -> list[str]:

@@ -93,10 +93,6 @@ def _prepare(head: Checkpoint, layout: str, target: Target | None, mask_row: int
     if layout == "zlab":
         _drop_embeddings(head, target)
     warnings = engine_warnings(config, layout)
-    if config.layer_kind == "gemma4" and not config.attention_k_eq_v:
-        warnings.append(
-            "vLLM's Gemma 4 DSpark needs attention_k_eq_v (values from the keys' projection), and refuses this."
-        )
     # What the layout's own embedding module multiplies its rows by.
     native = float(config.hidden_size) ** 0.5 if config.layer_kind == "gemma4" else 1.0
     changed = not config.has_embed_tokens and config.embedding_scale != 1.0
@@ -195,6 +191,10 @@ def engine_warnings(config: DSparkConfig, layout: str | None = None) -> list[str
             "vLLM's process dies at a DSpark head with markov_rank 0; without a confidence head, --to speculators or "
             "zlab makes it a DFlash head, which vLLM serves."
         )
+    if config.layer_kind == "gemma4" and not config.attention_k_eq_v:
+        found.append("vLLM refuses Gemma 4 layers whose values are not the keys' projection (attention_k_eq_v false).")
+    if config.layer_kind == "gemma4" and layout is None and not (config.has_embed_tokens and config.has_lm_head):
+        found.append("vLLM takes no embeddings from a Gemma 4 target: convert with --target, which writes them.")
     if -1 in config.target_layer_ids:
         found.append("target_layer_ids has -1 (the embedding output), which no engine has been tried with.")
     if not config.sample_from_anchor and layout in (None, "deepspec"):
