@@ -87,7 +87,7 @@ class TargetRunner:
         """Run the prompt (the part of it that is not cached yet); returns the model's output."""
         self.cached_before = int(self.cache.get_seq_length())
         outputs = _hf.prefill(
-            self.model, input_ids, generation_config, {**self._kwargs, **self._recorder.forward_kwargs}
+            self.model, input_ids, generation_config, {**self._kwargs, **self._recorder.prefill_kwargs}
         )
         filled, batch = int(self.cache.get_seq_length()), input_ids.shape[0]
         self.filled = [filled] * batch

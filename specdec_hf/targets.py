@@ -174,6 +174,19 @@ class TapRecorder:
         self._by_output = bool(self._ids) and is_compiled(model)
 
     @property
+    def prefill_kwargs(self) -> dict[str, Any]:
+        """What the prefill must be called with on top.
+
+        Layers that share an earlier layer's keys (Gemma 4 E2B) run in a prefill only for the positions whose logits are
+        wanted, where their number is an integer. A tap there needs all positions, so it is asked for by index.
+        """
+        shared = getattr(text_config(self._model), "num_kv_shared_layers", 0) or 0
+        first = text_config(self._model).num_hidden_layers - shared
+        if not shared or max(self._ids, default=-1) < first or not accepts_argument(self._model, "logits_to_keep"):
+            return self.forward_kwargs
+        return {**self.forward_kwargs, "logits_to_keep": torch.tensor([-1])}
+
+    @property
     def forward_kwargs(self) -> dict[str, Any]:
         """What the target's forward must be called with on top."""
         return {"output_hidden_states": True} if self._by_output else {}

@@ -26,6 +26,7 @@ from specdec_hf import (
     enable_speculation,
     last_speculation,
 )
+from specdec_hf.interop.convert import convert
 from specdec_hf.interop.info import describe
 from specdec_hf.interop.push import push_head
 from specdec_hf.training.store import Sequence, TokenStore
@@ -179,12 +180,40 @@ def test_a_damaged_blob_is_noticed(hub: Hub, target: Any) -> None:
         DSparkDraftModel.from_pretrained(REPOSITORY)
 
 
-def test_a_flipped_bit_is_found_by_info(hub: Hub, target: Any, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found(hub: Hub, target: Any, tmp_path: Path) -> None:
+    """The client compares sizes only; one wrong number would just draft badly."""
     make_head(target).push_to_hub(REPOSITORY)
     assert "layout" in describe(REPOSITORY)
     hub.corrupt = "model.safetensors"
+    elsewhere = {"cache_dir": str(tmp_path / "other")}
     with pytest.raises(ValueError, match="SHA-256"):
-        describe(REPOSITORY, {"cache_dir": str(tmp_path / "other")})
+        DSparkDraftModel.from_pretrained(REPOSITORY, **elsewhere)
+    with pytest.raises(ValueError, match="SHA-256"):
+        convert(REPOSITORY, str(tmp_path / "out"), hub=elsewhere)
+    with pytest.raises(ValueError, match="SHA-256"):
+        describe(REPOSITORY, elsewhere)
+
+
+def test_an_upload_is_the_hubs_protocol(hub: Hub, target: Any) -> None:
+    """Create, then ask how to upload, then the weights by LFS, then one commit that names them."""
+    make_head(target).push_to_hub(REPOSITORY)
+    steps = ("/repos/create", "/preupload/", "/objects/batch", "/lfs/", "/commit/")
+    asked = [path for method, path, _ in hub.log if method in ("POST", "PUT")]
+    found = [next(i for i, path in enumerate(asked) if step in path) for step in steps]
+    assert found == sorted(found), asked
+    assert sum("/commit/" in path for path in asked) == 1
+    weights = hub.repositories[REPOSITORY].commits[hub.repositories[REPOSITORY].branches["main"]]["model.safetensors"]
+    assert weights in hub.blobs.values()
+
+
+def test_convert_reads_a_revision_of_a_repository(hub: Hub, target: Any, tmp_path: Path) -> None:
+    first = make_head(target).push_to_hub(REPOSITORY)
+    make_head(target, block_size=5).push_to_hub(REPOSITORY)
+    convert(REPOSITORY, str(tmp_path / "out"), hub={"revision": first.oid})
+    assert DSparkConfig.from_pretrained(tmp_path / "out").block_size == 4
+    with pytest.raises(OSError, match="nowhere"):
+        convert(REPOSITORY, str(tmp_path / "no"), hub={"revision": "nowhere"})
+    assert not (tmp_path / "no").exists()
 
 
 def test_no_path_of_this_machine_is_uploaded(hub: Hub, target: Any, saved: Path, tmp_path: Path) -> None:

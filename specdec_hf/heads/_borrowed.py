@@ -40,10 +40,15 @@ class BorrowedTarget:
             raise ValueError(f"{name}.{getter}() is None; use a head with its own embed_tokens and lm_head")
         return module
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The target's embeddings [..., Dt] of ids [...], on the target's device and in its dtype."""
+    def embed(self, ids: torch.Tensor, norm: bool = True) -> torch.Tensor:
+        """The target's embeddings [..., Dt] of ids [...], on the target's device and in its dtype.
+
+        ``norm=False`` leaves out a norm that the module applies to the rows (its ``embed_norm``: Muse Glimmer).
+        """
         module = self._module("get_input_embeddings")
         weight = getattr(module, "weight", None)
+        if not norm and getattr(module, "embed_norm", None) is not None and weight is not None:
+            return nn.functional.embedding(ids.to(weight.device), weight)
         return module(ids.to(weight.device) if weight is not None and weight.device.type != "meta" else ids)
 
     def logits(self, hidden: torch.Tensor, d2t: torch.Tensor | None) -> torch.Tensor:

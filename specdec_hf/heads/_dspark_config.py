@@ -6,17 +6,18 @@ Knows shapes and names only. It loads no weights and sees no model.
 from __future__ import annotations
 
 import difflib
-import math
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from ._config_sources import ROPE_TYPES, shape_of_target, spread_layers, translate_config
+from ._config_sources import ROPE_TYPES, shape_of_target, spread_layers, translate_config, words_for_damage
 
+LAYER_KINDS = ("llama", "gemma4")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn", "none")
 MAX_PARAMETERS = 20e9
 """A head describing more parameters than this is taken for a damaged config.json and refused before allocation."""
 
+_HUGE = 1e18
 _INTEGERS: dict[str, tuple[int, int]] = {
     "hidden_size": (1, 65_536),
     "intermediate_size": (1, 1_048_576),
@@ -38,12 +39,15 @@ _INTEGERS: dict[str, tuple[int, int]] = {
 _OPTIONAL = ("num_target_layers", "sliding_window", "draft_top_k")
 _BOOLEANS = (
     "attention_bias",
+    "attention_k_eq_v",
     "qk_norm",
     "enable_confidence_head",
     "confidence_head_with_markov",
     "sample_from_anchor",
     "has_embed_tokens",
     "has_lm_head",
+    "window_per_slot",
+    "embedding_norm",
 )
 
 
@@ -59,7 +63,11 @@ class DSparkConfig(PretrainedConfig):
         hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim,
             hidden_act, rms_norm_eps, attention_bias, max_position_embeddings, initializer_range: the draft's own
             layers, as in Llama.
-        rope_parameters: ``{"rope_type": ..., "rope_theta": ...}``; rope types default, linear, llama3, yarn.
+        rope_parameters: ``{"rope_type": ..., "rope_theta": ...}``; rope types default, linear, llama3, yarn,
+            proportional.
+        layer_kind: ``llama`` (also Qwen3's: norms before attention and feed-forward) or ``gemma4`` (norms before and
+            after both, values normed, attention not scaled, one factor a layer).
+        attention_k_eq_v: values are the keys' projection (Gemma 4's full-attention layers); no ``v_proj`` then.
         qk_norm: RMS norm on queries and keys per attention head (Qwen3) or none (Llama).
         block_size: K, slots of a block, the anchor's included.
         mask_token_id: target id whose embedding fills the slots after the anchor. ``None``: a trained vector of the
@@ -74,9 +82,14 @@ class DSparkConfig(PretrainedConfig):
         sample_from_anchor: true (DSpark): slot k predicts the token after its own position, K proposals. False (z-lab's
             DFlash): each mask slot predicts the token at its own position, K - 1 proposals.
         sliding_window: a block sees only this many of the newest context tokens; ``None`` is all.
+        window_per_slot: slot k sees context up to ``sliding_window`` before *itself* (transformers' DFlash); false: all
+            slots see the ``sliding_window`` newest context tokens.
         layer_types: a ``full_attention`` or ``sliding_attention`` a layer, if only some layers have the window.
         has_embed_tokens, has_lm_head: the head's own, in its file; false: borrowed from the target by ``bind``.
-        embedding_scale: factor on embeddings, own or borrowed, for targets that scale outside of the embedding module.
+        embedding_scale: factor on embeddings, own or borrowed, for targets that scale outside of the embedding module,
+            and for own embeddings of Gemma (the square root of D).
+        embedding_norm: false: borrowed embeddings are bare rows, without the norm that some targets' embedding modules
+            apply (Muse Glimmer).
         final_logit_softcapping: ``cap * tanh(logits / cap)`` on the base logits (Gemma 2); ``None`` is off.
         confidence_temperatures: a positive float a slot that divides the confidence logits (calibration).
         num_anchors: anchors a sequence in training; kept because DeepSpec's loader needs it.
@@ -104,6 +117,8 @@ class DSparkConfig(PretrainedConfig):
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
+    layer_kind: str = "llama"
+    attention_k_eq_v: bool = False
     qk_norm: bool = True
     max_position_embeddings: int = 32_768
     initializer_range: float = 0.02
@@ -119,10 +134,12 @@ class DSparkConfig(PretrainedConfig):
     confidence_head_with_markov: bool = True
     sample_from_anchor: bool = True
     sliding_window: int | None = None
+    window_per_slot: bool = False
     layer_types: list[str] | None = None
     has_embed_tokens: bool = True
     has_lm_head: bool = True
     embedding_scale: float = 1.0
+    embedding_norm: bool = True
     final_logit_softcapping: float | None = None
     confidence_temperatures: list[float] | None = None
     num_anchors: int = 512
@@ -159,10 +176,20 @@ class DSparkConfig(PretrainedConfig):
     def parameter_count(self) -> int:
         """Parameters of the head described, without what it borrows."""
         d, attn = self.hidden_size, self.head_dim * (2 * self.num_attention_heads + 2 * self.num_key_value_heads)
-        layers = self.num_hidden_layers * (d * attn + 3 * d * self.intermediate_size + 2 * d)
+        norms = 4 if self.layer_kind == "gemma4" else 2
+        layers = self.num_hidden_layers * (d * attn + 3 * d * self.intermediate_size + norms * d)
         own = d * (self.vocab_size * self.has_embed_tokens + self.draft_vocab_size * self.has_lm_head)
         markov = self.markov_rank * (self.vocab_size + self.draft_vocab_size + 3 * (d + 2 * self.markov_rank))
         return layers + own + markov + d * self.target_hidden_size * len(self.target_layer_ids)
+
+    def note_owned(self, embed_tokens: bool, lm_head: bool) -> None:
+        """Set what a file really has of its own. Gemma's embedding modules scale by themselves: borrowed ones need no
+        factor. Raises ValueError where a borrowed part would not fit.
+        """
+        if self.layer_kind == "gemma4" and self.has_embed_tokens and not embed_tokens:
+            self.embedding_scale = 1.0
+        self.has_embed_tokens, self.has_lm_head = embed_tokens, lm_head
+        self._check()
 
     # -- defaults and checks ------------------------------------------------------------------------------------------
 
@@ -217,6 +244,9 @@ class DSparkConfig(PretrainedConfig):
             )
 
     def _check_layers(self) -> None:
+        if self.layer_kind not in LAYER_KINDS:
+            near = _nearest(self.layer_kind, LAYER_KINDS)
+            _fail("layer_kind", self.layer_kind, f"must be one of {', '.join(LAYER_KINDS)}", near)
         if self.num_attention_heads % self.num_key_value_heads:
             _fail(
                 "num_key_value_heads",
@@ -235,7 +265,13 @@ class DSparkConfig(PretrainedConfig):
         if rope_type not in ROPE_TYPES:
             _fail("rope_type", rope_type, f"must be one of {', '.join(ROPE_TYPES)}", "train the head with one of these")
         _check_positive("rope_theta", self.rope_parameters.get("rope_theta"))
-        if rope_type != "default":
+        if rope_type == "proportional":
+            share = self.rope_parameters.get("partial_rotary_factor", 1.0)
+            _check_positive("rope_parameters['partial_rotary_factor']", share)
+            if share > 1.0:
+                _fail("rope_parameters['partial_rotary_factor']", share, "must be at most 1", "correct it")
+            _check_positive("rope_parameters['factor']", self.rope_parameters.get("factor", 1.0))
+        elif rope_type != "default":
             _check_positive("rope_parameters['factor']", self.rope_parameters.get("factor"))
         if self.layer_types is not None:
             known = ("full_attention", "sliding_attention")
@@ -354,7 +390,7 @@ class DSparkConfig(PretrainedConfig):
             near = _nearest(unknown[0], cls._field_names())
             raise ValueError(f"{unknown[0]!r} is not a field of {cls.__name__}; {near}")
         text = target_config.get_text_config(decoder=True)
-        fields = shape_of_target(text)
+        fields = shape_of_target(text, overrides.get("layer_kind", "llama") == "gemma4")
         fields["target_name_or_path"] = getattr(target_config, "_name_or_path", None) or None
         fields["target_revision"] = getattr(target_config, "_commit_hash", None)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -382,9 +418,16 @@ class DSparkConfig(PretrainedConfig):
         cls, pretrained_model_name_or_path: Any, **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """As in transformers; a DeepSpec ``config.json`` comes back in this class's own fields."""
-        fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         source = str(pretrained_model_name_or_path)
-        return translate_config(fields, source, cls.model_type, cls._field_names()), kwargs
+        with words_for_damage(source):
+            fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+            return translate_config(fields, source, cls.model_type, cls._field_names()), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; raises ValueError for values that are not of a field's type."""
+        with words_for_damage(str(config_dict.get("_name_or_path") or "a configuration")):
+            return super().from_dict(config_dict, **kwargs)
 
 
 def _is_int(value: Any) -> bool:
@@ -398,8 +441,8 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 def _check_positive(name: str, value: Any) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        _fail(name, value, "must be a positive number", "correct it in config.json or in the call")
+    if not number or not 0 < value < _HUGE:  # not true of NaN and infinity either
+        _fail(name, value, "must be a positive number, at most 1e18", "correct it in config.json or in the call")
 
 
 def _nearest(name: Any, known: Any) -> str:

@@ -131,7 +131,7 @@ class BlockTraining:
                     _training_mask(
                         anchors[:, group.blocks],
                         group.context,
-                        config.block_size,
+                        config,
                         window,
                         context_mask,
                         None if context_starts is None else context_starts[:, group.blocks],
@@ -148,8 +148,7 @@ class BlockTraining:
                 keys = torch.cat((context_keys[:, :seen], block_keys[:, own]), dim=1).transpose(1, 2)
                 values = torch.cat((context_values[:, :seen], block_values[:, own]), dim=1).transpose(1, 2)
                 parts.append(attention.attend(queries[:, own], keys, values, mask))
-            hidden = hidden + (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = layer.after_attention(hidden, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         hidden = self.norm(hidden).view(rows, -1, config.block_size, config.hidden_size)
         return hidden[:, :, config.block_size - config.max_draft_tokens :]
 
@@ -196,7 +195,7 @@ def _groups(anchors: torch.Tensor, block: int, size: int = 64) -> list[_Group]:
 def _training_mask(
     anchors: torch.Tensor,
     length: int,
-    block: int,
+    config: DSparkConfig,
     window: int | None,
     context_mask: torch.Tensor | None,
     context_starts: torch.Tensor | None,
@@ -205,14 +204,17 @@ def _training_mask(
 
     No query is left without a key.
     """
+    block = config.block_size
     places = torch.arange(length, device=anchors.device)
-    seen = places < anchors[..., None]
+    starts = anchors.repeat_interleave(block, dim=1)[..., None]
+    seen = places < starts
     if window is not None:
-        seen = seen & (places >= anchors[..., None] - window)
+        slots = torch.arange(block, device=anchors.device).repeat(anchors.shape[1])[:, None]
+        seen = seen & (places >= starts + (slots if config.window_per_slot else 0) - window)
     if context_starts is not None:
-        seen = seen & (places >= context_starts[..., None])
+        seen = seen & (places >= context_starts.repeat_interleave(block, dim=1)[..., None])
     if context_mask is not None:
         seen = seen & context_mask[:, None, :length].to(torch.bool)
     owner = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block)
     own = (owner[:, None] == owner).expand(anchors.shape[0], -1, -1)
-    return torch.cat((seen.repeat_interleave(block, dim=1), own), dim=-1)[:, None]
+    return torch.cat((seen, own), dim=-1)[:, None]

@@ -53,10 +53,15 @@ class DSparkRotary(nn.Module):
     def compute(self) -> tuple[torch.Tensor, float]:
         """Inverse frequencies [hd / 2] (float32), and the factor on cosine and sine that yarn asks for (else 1.0)."""
         rope = self.config.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            return ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, None)
+        kind = rope.get("rope_type", "default")
+        if kind not in ("default", "proportional"):
+            return ROPE_INIT_FUNCTIONS[kind](self.config, None)
         exponent = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
-        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
+        inv_freq = 1.0 / (rope["rope_theta"] ** exponent)
+        if kind == "proportional":  # Gemma 4: the slower pairs do not turn at all
+            inv_freq[int(rope.get("partial_rotary_factor", 1.0) * self.config.head_dim // 2) :] = 0.0
+            inv_freq = inv_freq / rope.get("factor", 1.0)
+        return inv_freq, 1.0
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and *signed* sine, each [B, T, 1, hd], for positions [B, T]; see :func:`rotate`."""
@@ -80,10 +85,15 @@ class DSparkAttention(nn.Module):
         super().__init__()
         size, bias = config.head_dim, config.attention_bias
         self.head_dim, self.kv_heads = size, config.num_key_value_heads
+        gemma = config.layer_kind == "gemma4"
+        self.scale: float | None = 1.0 if gemma else None
+        self.value_eps: float | None = config.rms_norm_eps if gemma else None
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * size, bias=bias)
         self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
+        self.v_proj: nn.Linear | None = None
+        if not config.attention_k_eq_v:
+            self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * size, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * size, config.hidden_size, bias=bias)
         self.q_norm = DSparkRMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = DSparkRMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
@@ -94,9 +104,12 @@ class DSparkAttention(nn.Module):
         """Rotated keys and values, each [B, T, Hkv, hd], of hidden states [B, T, D] (context or block)."""
         shape = (hidden.shape[0], hidden.shape[1], self.kv_heads, self.head_dim)
         keys = self.k_proj(hidden).view(shape)
+        values = keys if self.v_proj is None else self.v_proj(hidden).view(shape)
+        if self.value_eps is not None:
+            values = F.rms_norm(values, (self.head_dim,), None, self.value_eps)
         if self.k_norm is not None:
             keys = self.k_norm(keys)
-        return rotate(keys, rotary), self.v_proj(hidden).view(shape)
+        return rotate(keys, rotary), values
 
     def queries(self, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Rotated queries [B, T, Hq, hd] of hidden states [B, T, D]."""
@@ -118,7 +131,7 @@ class DSparkAttention(nn.Module):
         folded = folded.permute(0, 2, 3, 1, 4).reshape(rows, self.kv_heads, self.groups * length, self.head_dim)
         if mask is not None and mask.shape[2] > 1:
             mask = mask.repeat(1, 1, self.groups, 1)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scale)
         out = out.view(rows, self.kv_heads, self.groups, length, self.head_dim).permute(0, 3, 1, 2, 4)
         return self.o_proj(out.reshape(rows, length, -1))
 
@@ -138,7 +151,11 @@ class DSparkMLP(nn.Module):
 
 
 class DSparkLayer(nn.Module):
-    """One pre-norm draft layer. The caller supplies the function that turns the block's keys into all keys."""
+    """One draft layer: norms before attention and feed-forward (Llama, Qwen3), or before and after both, with one
+    factor on the layer's output (Gemma 4). The caller runs the attention, because it owns the keys of the context.
+    """
+
+    layer_scalar: torch.Tensor
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
@@ -146,6 +163,20 @@ class DSparkLayer(nn.Module):
         self.mlp = DSparkMLP(config)
         self.input_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.sandwich = config.layer_kind == "gemma4"
+        if self.sandwich:
+            self.pre_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.post_feedforward_layernorm = DSparkRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.register_buffer("layer_scalar", torch.ones(1))
+
+    def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output [B, T, D] from its input and what its attention gave for the normed input."""
+        if not self.sandwich:
+            hidden = hidden + attended
+            return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = hidden + self.post_attention_layernorm(attended)
+        inner = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return (hidden + self.post_feedforward_layernorm(inner)) * self.layer_scalar
 
 
 class MarkovHead(nn.Module):

@@ -5,9 +5,11 @@ A head with a missing or foreign tensor drafts nonsense without any error, so ev
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import re
 from typing import Any
 
 import torch
@@ -58,14 +60,39 @@ def _shards(index: str, source: str, hub: dict[str, Any]) -> list[str]:
     try:
         with open(index, encoding="utf-8") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is not a safetensors index ({error}); download it again") from error
     for name in names:
-        if os.path.basename(name) != name or not name.endswith(".safetensors"):
+        if (
+            not isinstance(name, str)
+            or "\0" in name
+            or os.path.basename(name) != name
+            or not name.endswith(".safetensors")
+        ):
             raise ValueError(f"{index} names the shard {name!r}; shards must be safetensors files beside it")
     if os.path.isdir(source):
         return [os.path.join(os.path.dirname(index), name) for name in names]
     return [cached_file(source, name, **hub) for name in names]
+
+
+def check_digests(files: list[str]) -> None:
+    """Compare files of the Hub's cache with their SHA-256, which is the name that the cache keeps them by.
+
+    The client compares sizes only. Files elsewhere have no digest to compare with.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    for path in files:
+        digest = os.path.basename(os.path.realpath(path))
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            continue
+        found = hashlib.sha256()
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                found.update(piece)
+        if found.hexdigest() != digest:
+            raise ValueError(f"{path} is damaged: its SHA-256 is not the Hub's. Delete it and download it again.")
 
 
 def tensor_shapes(files: list[str]) -> dict[str, tuple[int, ...]]:

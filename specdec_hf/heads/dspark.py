@@ -29,7 +29,7 @@ from ._context import DraftContext
 from ._dspark_config import DSparkConfig
 from ._dspark_training import BlockTraining, DSparkOutput
 from ._layers import ConfidenceHead, DSparkLayer, DSparkRMSNorm, DSparkRotary, MarkovHead
-from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
+from ._loading import HUB_KEYWORDS, check_digests, check_values, compare_tensors, tensor_shapes, weight_files
 from ._vocabulary import DraftVocabulary
 
 __all__ = ["DSparkConfig", "DSparkDraftModel", "DSparkOutput", "DraftContext", "spread_layers"]
@@ -79,6 +79,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
                 init.normal_(self.mask_embedding, mean=0.0, std=self.config.initializer_range)
             if self.config.has_reduced_vocab:
                 init.zeros_(self.d2t)
+        elif isinstance(module, DSparkLayer) and module.sandwich:
+            init.ones_(module.layer_scalar)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_borrowed": None}  # copies and pickles are unbound: a weak reference cannot travel
@@ -117,7 +119,8 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
             The head. Where the file has no ``embed_tokens`` or ``lm_head``, they will be borrowed by :meth:`bind`.
 
         Raises:
-            ValueError: not a head, a pickle, a truncated file, or tensors that are not those of ``config.json``.
+            ValueError: not a head, a pickle, a truncated file, a file of the Hub's cache that is not what the Hub has
+                (by its SHA-256), or tensors that are not those of ``config.json``.
             OSError: nothing there, or not reachable.
         """
         if kwargs.get("use_safetensors") is False or kwargs.get("gguf_file"):
@@ -132,11 +135,12 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
             overrides = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = DSparkConfig.from_pretrained(config or source, **hub, **overrides)
         config = copy.deepcopy(config)
-        found = tensor_shapes(weight_files(source, kwargs.get("variant"), hub))
+        files = weight_files(source, kwargs.get("variant"), hub)
+        check_digests(files)
+        found = tensor_shapes(files)
         absent = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in found]
         borrowed = [name for name in absent if getattr(config, f"has_{name}")]
-        config.has_embed_tokens, config.has_lm_head = "embed_tokens" not in absent, "lm_head" not in absent
-        config._check()
+        config.note_owned("embed_tokens" not in absent, "lm_head" not in absent)
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         compare_tensors(expected, found, source)
@@ -199,8 +203,14 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
         if self.embed_tokens is not None:
             embedded = self.embed_tokens(ids.to(weight.device))
         else:
-            embedded = self._require_target("embed_tokens").embed(ids).to(weight.device, weight.dtype)
-        return embedded if self.config.embedding_scale == 1.0 else embedded * self.config.embedding_scale
+            embedded = self._require_target("embed_tokens").embed(ids, self.config.embedding_norm)
+            embedded = embedded.to(weight.device, weight.dtype)
+        scale = self.config.embedding_scale
+        if scale == 1.0:
+            return embedded
+        return embedded * float(
+            torch.tensor(scale, dtype=embedded.dtype)
+        )  # Gemma rounds the factor to the weights' type
 
     def _require_target(self, part: str) -> BorrowedTarget:
         if self._borrowed is None:
@@ -334,19 +344,34 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
             window = config.window_of_layer(index)
             first = max(0, context.max_length - window) if window is not None and context.uniform else 0
             if window not in masks:
-                masks[window] = None if context.uniform else _ragged_mask(context.lengths, size, total, window)
+                masks[window] = self._block_mask(context, total, window, first)
             attention = layer.self_attn
             normed = layer.input_layernorm(hidden)
             keys, values = attention.keys_values(normed, rotary)
             context.write(index, keys, values, destination)
             keys, values = context.keys[index][:, :, first:total], context.values[index][:, :, first:total]
+            mask = masks[window]
             if index == last and wanted < size:  # beyond the last layer's keys, only the slots asked for matter
                 normed, hidden = normed[:, slots], hidden[:, slots]
                 rotary = (rotary[0][:, slots], rotary[1][:, slots])
-            hidden = hidden + attention.attend(attention.queries(normed, rotary), keys, values, masks[window])
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+                mask = mask[:, :, slots] if mask is not None and mask.shape[2] > 1 else mask
+            attended = attention.attend(attention.queries(normed, rotary), keys, values, mask)
+            hidden = layer.after_attention(hidden, attended)
         hidden = self.norm(hidden)
         return hidden, self.project_logits(hidden).float()
+
+    def _block_mask(self, context: DraftContext, total: int, window: int | None, first: int) -> torch.Tensor | None:
+        """[B, 1, 1 or K, total - first] keys that each slot sees, ``None`` for all of them."""
+        size, per_slot = self.config.block_size, window is not None and self.config.window_per_slot
+        if context.uniform and not (per_slot and context.max_length + size - 1 > window):  # type: ignore[operator]
+            return None
+        places = torch.arange(first, total, device=context.lengths.device)
+        lengths = context.lengths[:, None, None]
+        seen = places < lengths + size
+        if window is not None:
+            slots = torch.arange(size if per_slot else 1, device=places.device)[:, None]
+            seen = seen & (places >= lengths + slots - window)
+        return seen[:, None]
 
     def markov_step(
         self,
@@ -389,15 +414,6 @@ class DSparkDraftModel(CardOnPush, BlockTraining, DraftVocabulary, PreTrainedMod
             used = temperatures[: confidence_logits.shape[-1]]
             confidence_logits = confidence_logits / confidence_logits.new_tensor(used)
         return torch.sigmoid(confidence_logits)
-
-
-def _ragged_mask(lengths: torch.Tensor, block: int, total: int, window: int | None) -> torch.Tensor:
-    """[B, 1, 1, total] keys that the block of each row sees: its context (the newest ``window`` of it) and itself."""
-    places = torch.arange(total, device=lengths.device)
-    seen = places < (lengths + block)[:, None]
-    if window is not None:
-        seen &= places >= (lengths - window)[:, None]
-    return seen[:, None, None]
 
 
 AutoConfig.register(DSparkConfig.model_type, DSparkConfig, exist_ok=True)

@@ -125,7 +125,8 @@ def check_head(
     if found is None and not (prompts and isinstance(prompts[0], torch.Tensor)):
         raise ValueError("with a loaded target give prompts as token ids, int64 [1, L]")
     text = found.text if found is not None else target.config.get_text_config(decoder=True)
-    head, refused = _read(source, answers or Answers(), hub, text.num_hidden_layers)
+    answers = replace(answers or Answers(), vocab_size=text.vocab_size)
+    head, refused = _read(source, answers, hub, text.num_hidden_layers)
     if found is not None:
         found.check(head.config)
     ids, described = _prompt_ids(found, prompts)

@@ -14,6 +14,7 @@ class Layout(str, enum.Enum):
     specdec = "specdec"
     deepspec = "deepspec"
     speculators = "speculators"
+    zlab = "zlab"
 
 
 class Engine(str, enum.Enum):
@@ -61,7 +62,7 @@ def convert(
     revision: _Revision = None,
     subfolder: _Subfolder = None,
 ) -> None:
-    """Convert a head between layouts (specdec, DeepSpec, speculators; from z-lab's DFlash), or check how it is read."""
+    """Convert a head between layouts (specdec, DeepSpec, speculators, z-lab), or check how it is read."""
     from .convert import run_convert
     from .formats import Answers
 
@@ -72,13 +73,16 @@ def convert(
 
 def info(
     head: Annotated[str, typer.Argument(help="Head: directory or Hub repository, any known layout.")],
+    target: Annotated[
+        str | None, typer.Option(help="Its target, for files that do not say how large the vocabulary is.")
+    ] = None,
     revision: _Revision = None,
     subfolder: _Subfolder = None,
 ) -> None:
     """Say what a head is: layout, shapes, target, parameters, calibration, warnings."""
     from .info import describe
 
-    typer.echo(describe(head, _hub(revision, subfolder)))
+    typer.echo(describe(head, _hub(revision, subfolder), target))
 
 
 def serve_command(

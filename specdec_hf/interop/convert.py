@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def convert(
     Args:
         source: directory or Hub repository; its layout is told from the fields of ``config.json``.
         out: directory to make; it must not exist or be empty.
-        to: ``specdec``, ``deepspec`` or ``speculators``.
+        to: ``specdec``, ``deepspec``, ``speculators`` or ``zlab``.
         target: the head's target, directory or repository. Needed for speculators, and to write borrowed embeddings.
         answers: what the file does not say.
         hub: ``revision``, ``token``, ``subfolder`` of the head, as in ``from_pretrained``.
@@ -40,8 +41,10 @@ def convert(
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: it must be one of {', '.join(FORMATS)}")
     answers = answers or Answers()
-    head = read_head(source, answers, hub)
     chosen = Target(target) if target is not None else None
+    if chosen is not None:
+        answers = replace(answers, vocab_size=chosen.text.vocab_size)
+    head = read_head(source, answers, hub)
     if chosen is not None:
         chosen.check(head.config)
         head.config.num_target_layers = chosen.text.num_hidden_layers

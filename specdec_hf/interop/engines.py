@@ -1,7 +1,7 @@
 """Commands that serve a target with a head on vLLM and SGLang, printed only after the head has been checked.
 
-Facts: vLLM 0.32 and SGLang's server arguments. vLLM loads exports of this package in both layouts; SGLang's command has
-not been run by us.
+Facts: vLLM 0.32 and SGLang's server arguments. vLLM runs exports of this package in every layout that it reads
+(``scripts/check_engines.py``); SGLang's command has not been run by us.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 from transformers import AutoConfig
 
 from ..heads.dspark import DSparkConfig
-from .formats import detect, raw_config
+from .formats import Answers, detect, raw_config
 from .reading import read_head
 from .target import Target
 from .writing import engine_warnings
@@ -38,7 +38,8 @@ def serve_command(target: str, head: str, engine: str = "vllm") -> tuple[str, li
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r}: it must be one of {', '.join(ENGINES)}")
-    layout = detect(raw_config(head, {}), head)
+    fields = raw_config(head, {})
+    layout = detect(fields, head)
     if layout == "specdec":
         raise ValueError(
             f"{head} is in this package's layout, which engines do not read. First: "
@@ -46,13 +47,17 @@ def serve_command(target: str, head: str, engine: str = "vllm") -> tuple[str, li
                 ["specdec", "convert", head, f"{head.rstrip('/')}-deepspec", "--to", "deepspec", "--target", target]
             )
         )
-    config = read_head(head).config
-    Target(target).check(config)
-    if engine == "vllm" and layout != "zlab":
+    chosen = Target(target)
+    config = read_head(head, Answers(vocab_size=chosen.text.vocab_size)).config
+    chosen.check(config)
+    if layout == "transformers":
+        raise ValueError(f"{head} is transformers' DFlash assistant: model.generate(assistant_model=...) runs it there")
+    dflash = layout == "zlab" or fields.get("speculators_model_type") == "dflash"
+    if engine == "vllm" and not dflash:
         refuse_vllm(config)
     tokens = config.max_draft_tokens
     notes = _notes(config, layout, target, head)
-    method = "dflash" if layout == "zlab" else "dspark"
+    method = "dflash" if dflash else "dspark"
     if engine == "vllm":
         speculative = {"method": method, "model": head, "num_speculative_tokens": tokens}
         words = ["vllm", "serve", target, "--speculative-config", json.dumps(speculative)]
@@ -73,9 +78,9 @@ def serve_command(target: str, head: str, engine: str = "vllm") -> tuple[str, li
 
 def refuse_vllm(config: DSparkConfig) -> None:
     """Raise ValueError for a DSpark head that vLLM 0.32 refuses or dies at."""
-    if config.markov_rank == 0 or config.markov_head_type != "vanilla":
-        problem = next(one for one in engine_warnings(config) if one.startswith("vLLM"))
-        raise ValueError(f"{problem} Use generate() of this package, or train a head with markov_head_type='vanilla'.")
+    problem = next((one for one in engine_warnings(config) if one.startswith("vLLM")), None)
+    if problem is not None:
+        raise ValueError(f"{problem} generate() of this package runs it as it is.")
 
 
 def _notes(config: DSparkConfig, layout: str, target: str, head: str) -> list[str]:

@@ -11,11 +11,11 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..heads._config_sources import translate_config
+from ..heads._config_sources import translate_config, words_for_damage
 from ..heads.dspark import DSparkConfig
 
-FORMATS = ("specdec", "deepspec", "speculators")
-"""Layouts that are written; ``zlab`` is only read."""
+FORMATS = ("specdec", "deepspec", "speculators", "zlab")
+"""Layouts that are written; ``transformers`` (its own DFlash assistant) is only read."""
 _SPECULATORS_LAYERS = {"qwen3": True, "llama": False}  # layer type: whether queries and keys have a norm
 _SHAPE = (
     "hidden_size",
@@ -42,6 +42,7 @@ class Answers:
         mask_token_id: on reading, the id of the mask token; on writing, a spare row for a head's own mask vector.
         embedding_scale: factor on embeddings.
         num_target_layers: decoder layers of the target.
+        vocab_size: of the target, for a file that has none.
     """
 
     target_layer_ids: list[int] | None = None
@@ -49,10 +50,11 @@ class Answers:
     mask_token_id: int | None = None
     embedding_scale: float | None = None
     num_target_layers: int | None = None
+    vocab_size: int | None = None
 
 
 def detect(fields: dict[str, Any], where: str) -> str:
-    """The layout of a ``config.json``: ``specdec``, ``deepspec``, ``speculators`` or ``zlab``.
+    """The layout of a ``config.json``: ``specdec``, ``deepspec``, ``speculators``, ``zlab`` or ``transformers``.
 
     Raises:
         ValueError: none of them; the message says what each has.
@@ -65,16 +67,23 @@ def detect(fields: dict[str, Any], where: str) -> str:
         return "zlab"
     if all(name in fields for name in ("block_size", "target_layer_ids", "markov_rank")):
         return "deepspec"
+    if (
+        all(name in fields for name in ("block_size", "target_layer_ids", "mask_token_id"))
+        and "vocab_size" not in fields
+    ):
+        return "transformers"
     raise ValueError(
         f"{where} is in no layout that is known: config.json has model_type={fields.get('model_type')!r}, but neither "
         "speculators_model_type (speculators), nor dflash_config (z-lab), nor block_size, target_layer_ids and "
-        "markov_rank (DeepSpec). Give the head's directory or repository, not the target's."
+        "markov_rank (DeepSpec) or mask_token_id (transformers' DFlash). Give the head's directory or repository, "
+        "not the target's."
     )
 
 
 def raw_config(source: str, hub: dict[str, Any]) -> dict[str, Any]:
     """What ``config.json`` of a directory or Hub repository holds. Raises OSError where there is none."""
-    return dict(PretrainedConfig.get_config_dict(source, **hub)[0])
+    with words_for_damage(source):
+        return dict(PretrainedConfig.get_config_dict(source, **hub)[0])
 
 
 def own_fields(layout: str, fields: dict[str, Any], where: str, answers: Answers) -> dict[str, Any]:
@@ -88,6 +97,8 @@ def own_fields(layout: str, fields: dict[str, Any], where: str, answers: Answers
         ours = translate_config(dict(fields), where, DSparkConfig.model_type, names)
     elif layout == "speculators":
         ours = _from_speculators(fields, where, answers)
+    elif layout == "transformers":
+        ours = _from_transformers(fields, where, answers)
     else:
         ours = _from_zlab(fields, where, answers)
     for name in ("target_layer_ids", "sample_from_anchor", "embedding_scale", "num_target_layers"):
@@ -117,7 +128,11 @@ def _from_speculators(fields: dict[str, Any], where: str, answers: Answers) -> d
             f"{where}: aux_hidden_state_layer_ids is missing. Ask who trained the head, then give the 0-based layers "
             "with --target-layer-ids (one less than the ids of speculators)."
         )
-    if fields.get("sample_from_anchor") is None and answers.sample_from_anchor is None:
+    # Of a DFlash head all programs take a missing sample_from_anchor as false.
+    anchor = (
+        False if kind == "dflash" and fields.get("sample_from_anchor") is None else fields.get("sample_from_anchor")
+    )
+    if anchor is None and answers.sample_from_anchor is None:
         raise ValueError(
             f"{where} does not say sample_from_anchor, and programs differ in what they then take (the speculators "
             "library true, vLLM false). Give --sample-from-anchor or --no-sample-from-anchor; if you do not know, "
@@ -147,7 +162,7 @@ def _from_speculators(fields: dict[str, Any], where: str, answers: Answers) -> d
         "markov_head_type": fields.get("markov_head_type") if markov else "none",
         "enable_confidence_head": confidence,
         "confidence_head_with_markov": bool(fields.get("confidence_head_with_markov")),
-        "sample_from_anchor": fields.get("sample_from_anchor"),
+        "sample_from_anchor": anchor,
         "target_name_or_path": verifier.get("name_or_path"),
         **({"num_anchors": fields["num_anchors"]} if fields.get("num_anchors") else {}),
     }
@@ -181,6 +196,37 @@ def _from_zlab(fields: dict[str, Any], where: str, answers: Answers) -> dict[str
         "markov_head_type": "none",
         "enable_confidence_head": False,
         "sample_from_anchor": False,
+    }
+
+
+def _from_transformers(fields: dict[str, Any], where: str, answers: Answers) -> dict[str, Any]:
+    """transformers' DFlash assistant (5.19 and newer): mask slots predict, embeddings and lm_head are the target's.
+
+    Its file has no vocabulary: with ``vocab_size`` from the target the rest is complete.
+    """
+    if answers.vocab_size is None:
+        raise ValueError(f"{where} does not say how large the target's vocabulary is; give the target with --target")
+    merged = {**fields, "vocab_size": answers.vocab_size}
+    need(merged, (*_SHAPE, "layer_types"), where, "config.json")
+    kinds = fields["layer_types"]
+    windowed = isinstance(kinds, list) and "sliding_attention" in kinds
+    if windowed:
+        need(fields, ("sliding_window",), where, "config.json")
+    return {
+        **_common(merged, fields, where, norms=True),
+        "block_size": fields["block_size"],
+        "mask_token_id": fields["mask_token_id"],
+        "target_layer_ids": fields["target_layer_ids"],
+        "num_target_layers": None,
+        "target_hidden_size": fields["hidden_size"],
+        "markov_rank": 0,
+        "markov_head_type": "none",
+        "enable_confidence_head": False,
+        "sample_from_anchor": False,
+        "layer_types": kinds,
+        "sliding_window": fields.get("sliding_window") if windowed else None,
+        "window_per_slot": windowed,
+        "embedding_norm": False,
     }
 
 

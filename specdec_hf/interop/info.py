@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import re
 from typing import Any
 
 from ..heads._loading import tensor_shapes, weight_files
 from ..heads.dspark import DSparkConfig
-from .formats import detect, raw_config
+from .formats import Answers, detect, raw_config
 from .reading import Checkpoint, read_head
+from .target import Target
 from .writing import engine_warnings
 
-_NAMES = {"specdec": "specdec_hf", "deepspec": "DeepSpec", "speculators": "speculators", "zlab": "z-lab DFlash"}
+_NAMES = {
+    "specdec": "specdec_hf",
+    "deepspec": "DeepSpec",
+    "speculators": "speculators",
+    "zlab": "z-lab DFlash",
+    "transformers": "transformers' DFlash",
+}
 
 
-def describe(source: str, hub: dict[str, Any] | None = None) -> str:
-    """Several lines about a head in any known layout.
+def describe(source: str, hub: dict[str, Any] | None = None, target: str | None = None) -> str:
+    """Several lines about a head in any known layout; ``target`` is needed where the file has no vocabulary.
 
     Raises:
         ValueError, OSError: no head can be read there; the message says why.
@@ -26,8 +31,8 @@ def describe(source: str, hub: dict[str, Any] | None = None) -> str:
     hub = hub or {}
     layout = detect(raw_config(source, hub), source)
     files = weight_files(source, None, hub)
-    check_digests(files)
-    head = read_head(source, hub=hub)
+    answers = None if target is None else Answers(vocab_size=Target(target).text.vocab_size)
+    head = read_head(source, answers, hub)
     stored = sum(math.prod(shape) for name, shape in tensor_shapes(files).items() if name not in ("d2t", "t2d"))
     size = sum(os.path.getsize(path) for path in files)
     lines = [
@@ -37,26 +42,6 @@ def describe(source: str, hub: dict[str, Any] | None = None) -> str:
     ]
     notes = [*head.notes, *engine_warnings(head.config)]
     return "\n".join([*lines, *(f"  {'note':<12} {one}" for one in notes)])
-
-
-def check_digests(files: list[str]) -> None:
-    """Compare files of the Hub's cache with their SHA-256, which is the name that the cache keeps them by.
-
-    The client compares sizes only. Files elsewhere have no digest to compare with.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
-    for path in files:
-        digest = os.path.basename(os.path.realpath(path))
-        if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            continue
-        found = hashlib.sha256()
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 20):
-                found.update(piece)
-        if found.hexdigest() != digest:
-            raise ValueError(f"{path} is damaged: its SHA-256 is not the Hub's. Delete it and download it again.")
 
 
 def describe_dtypes(head: Checkpoint) -> str:

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..heads._loading import compare_tensors, tensor_shapes, weight_files
+from ..heads._config_sources import words_for_damage
+from ..heads._loading import check_digests, compare_tensors, tensor_shapes, weight_files
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from .formats import Answers, detect, own_fields, raw_config
+
+_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Tensors that transformers' DFlash assistant names otherwise."""
 
 
 @dataclass
@@ -20,7 +24,7 @@ class Checkpoint:
     Args:
         config: of the head; ``has_embed_tokens`` and ``has_lm_head`` are what the file has.
         tensors: by name, in the file's own dtypes.
-        layout: where it came from: ``specdec``, ``deepspec``, ``speculators`` or ``zlab``.
+        layout: where it came from: ``specdec``, ``deepspec``, ``speculators``, ``zlab`` or ``transformers``.
         notes: what was done that a user should know.
     """
 
@@ -40,12 +44,10 @@ def read_config(
     """
     fields = raw_config(source, hub or {})
     layout = detect(fields, source)
-    try:
+    with words_for_damage(source):
         ours = own_fields(layout, fields, source, answers or Answers())
         ours.pop("model_type", None)
         return DSparkConfig(**ours), layout
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"{source}: config.json is damaged ({error}); download the head again") from error
 
 
 def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] | None = None) -> Checkpoint:
@@ -63,26 +65,22 @@ def read_head(source: str, answers: Answers | None = None, hub: dict[str, Any] |
     hub = hub or {}
     config, layout = read_config(source, answers, hub)
     files = weight_files(source, None, hub)
-    shapes, notes = tensor_shapes(files), []
-    if any("feedforward_layernorm" in name for name in shapes):
-        raise ValueError(
-            f"{source} has Gemma's sandwich norms (pre_/post_feedforward_layernorm), which this head does not have. "
-            "Heads in Qwen3's and Llama's layout can be converted."
-        )
+    check_digests(files)
+    renamed = _RENAMED if layout == "transformers" else {}
+    shapes, notes = {renamed.get(name, name): shape for name, shape in tensor_shapes(files).items()}, []
     tied = bool(raw_config(source, hub).get("tie_word_embeddings"))
     copied = tied and "lm_head.weight" not in shapes and "embed_tokens.weight" in shapes
     if copied:
         shapes["lm_head.weight"] = shapes["embed_tokens.weight"]
         notes.append("lm_head was shared with embed_tokens (tie_word_embeddings); it is written as a copy.")
-    config.has_embed_tokens, config.has_lm_head = "embed_tokens.weight" in shapes, "lm_head.weight" in shapes
     config.tie_word_embeddings = False
-    config._check()
+    config.note_owned("embed_tokens.weight" in shapes, "lm_head.weight" in shapes)
     dropped = {"t2d"} if layout == "speculators" else set()
     if not config.has_reduced_vocab:
         dropped.add("d2t")
     kept = {name: shape for name, shape in shapes.items() if name not in dropped}
     compare_tensors(expected_shapes(config), kept, source)
-    tensors = _load(files)
+    tensors = {renamed.get(name, name): tensor for name, tensor in _load(files).items()}
     if copied:
         tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
     _check_tables(tensors, config, source)

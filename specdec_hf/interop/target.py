@@ -47,10 +47,18 @@ class Target:
         return found if found("a")["input_ids"] else None  # without files transformers makes one that knows no text
 
     @torch.no_grad()
-    def embedding_rows(self, count: int) -> torch.Tensor:
-        """[count, D] what the embedding *module* gives for ids 0 to count - 1 (some scale inside)."""
+    def embedding_rows(self, count: int, native: float = 1.0) -> tuple[torch.Tensor, float]:
+        """[count, D] rows for ids 0 to count - 1, and the factor that makes them what the embedding *module* gives.
+
+        Some modules scale inside. Where theirs is the factor ``native``, the rows are the bare weights.
+        """
         module = self.model.get_input_embeddings()
-        return module(torch.arange(count)).detach().clone()
+        rows = module(torch.arange(count)).detach()
+        if native != 1.0:
+            bare = module.weight.detach()[:count]
+            if torch.allclose(bare.float() * native, rows.float(), rtol=0.01):  # bfloat16 rounds the factor
+                return bare.clone(), native
+        return rows.clone(), 1.0
 
     def lm_head_rows(self, count: int) -> torch.Tensor:
         """[count, D] rows of the lm_head.
