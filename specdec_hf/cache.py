@@ -267,7 +267,7 @@ class SpeculativeCache(DynamicCache):
             shortest: slots of the shortest row, that sliding windows are kept for until `take_back`.
         """
         part: SpeculativeCache = object.__new__(SpeculativeCache)
-        part.rows, part._parked = RowLengths(), {}
+        part.rows, part._parked, part._saved, part.on_state_update = RowLengths(), {}, [], None
         part.rows.floor = shortest
         Cache.__init__(part, layers=self.layers[:layers])
         for layer in part.buffered:

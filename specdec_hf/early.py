@@ -5,13 +5,15 @@ The layers before the exit run once: while drafting, on the very cache that veri
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .forward import TargetRunner
 from .targets import decoder_layers, with_modules
+
+if TYPE_CHECKING:
+    from .forward import TargetRunner
 
 
 class EarlyLayers:
@@ -19,7 +21,7 @@ class EarlyLayers:
 
     In a round, `begin`, then one `step` for each token that is read: keys and values stay in the cache and the states
     behind the last of these layers are kept, so that `TargetRunner.block` runs the other layers only. What it does not
-    use (a round without a draft, `reuse` False) is read again, into the same slots.
+    use (a round without a draft, `reuse` False, targets with recurrent layers) is read again, into the same slots.
 
     Args:
         runner: the target's, after its prefill.
@@ -28,12 +30,9 @@ class EarlyLayers:
     """
 
     def __init__(self, runner: TargetRunner, layers: int, reuse: bool) -> None:
-        if runner.cache.recurrent:
-            raise ValueError(
-                f"{type(runner.model).__name__} has recurrent layers, whose state cannot be read ahead and taken back "
-                "layer by layer: speculative='early_exit' does not work with it. Use another strategy."
-            )
-        self._runner, self._layers, self._reuse = runner, layers, reuse
+        # A recurrent state cannot be cut, so what was read ahead is taken back and read again with the block.
+        self._takes_back = bool(runner.cache.recurrent)
+        self._runner, self._layers, self._reuse = runner, layers, reuse and not self._takes_back
         stack = decoder_layers(runner.model)
         self._last = _Kept(stack[layers - 1])
         first = nn.ModuleList([*list(stack)[: layers - 1], self._last])
@@ -49,6 +48,8 @@ class EarlyLayers:
 
     def begin(self, ids: Tensor, lengths: list[int]) -> None:
         """Start a round: `ids` [B, capacity] are read from each row's anchor `ids[b, lengths[b] - 1]` on."""
+        if self._takes_back:
+            self._runner.cache.save_states()
         cache = self._runner.cache.lend(self._layers, min(self._runner.filled))
         self._ahead = self._runner.ahead(self._without, cache)
         self._ids, self._lengths, self._states = ids, list(lengths), []
@@ -77,6 +78,8 @@ class EarlyLayers:
         while self._reuse and len(self._states) < columns:
             self.step()  # the last drafted token, whose successor is not drafted
         self._runner.cache.take_back(self._ahead.cache, max(self._runner.filled))
+        if self._takes_back:
+            self._runner.cache.restore_states()
         self._ahead = None
         if not self._reuse:
             return self._runner.model

@@ -192,7 +192,7 @@ class TargetRunner:
     def ahead(self, model: Any, cache: SpeculativeCache) -> TargetRunner:
         """A runner that goes on from here with a part of the model and of the cache; this one stays where it is."""
         runner = copy.copy(self)
-        runner.model, runner.cache, runner.early = model, cache, None
+        runner.model, runner.cache, runner.early, runner._replay = model, cache, None, None
         return runner
 
     def _ragged_masks(self, added: int) -> dict[bool, Tensor]:
