@@ -259,7 +259,7 @@ def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[
     said = resolve(head, wish["speculative"], wish["assistant_strategy"], None, knobs, {})
     inherited = said.num_assistant_tokens is None and user_set("num_assistant_tokens", {}, [given]) is None
     loop = SpeculativeDecoding(head, config, tokenizer=kwargs.pop("tokenizer", None), streamer=kwargs.get("streamer"))
-    _take_stop_strings(kwargs, given, own)
+    _take_out(kwargs, given, own)
 
     def method(
         model: Any,
@@ -295,17 +295,20 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**given, **kwargs}
 
 
-def _take_stop_strings(kwargs: dict[str, Any], given: Any, own: Any) -> None:
-    """Take stop strings out of the arguments: the hook drops the tokenizer that they need, so the loop has them.
+def _take_out(kwargs: dict[str, Any], given: Any, own: Any) -> None:
+    """Take out of the arguments what the loop has and transformers must not see.
 
-    An argument None is applied last of all and unsets those of the model's own configuration, which stays untouched.
+    Stop strings: the hook drops the tokenizer that they need. `assistant_early_exit`: transformers would take the call
+    for its own assisted generation, and refuse several answers. An argument None is applied last of all and unsets
+    what the model's own configuration says, which stays untouched.
     """
-    kwargs.pop("stop_strings", None)
-    if given is not None and given.stop_strings is not None:
-        kwargs["generation_config"] = given = copy.copy(given)
-        given.stop_strings = None
-    if own.stop_strings is not None:
-        kwargs["stop_strings"] = None
+    for name in ("stop_strings", "assistant_early_exit"):
+        kwargs.pop(name, None)
+        if given is not None and getattr(given, name) is not None:
+            kwargs["generation_config"] = given = copy.copy(given)
+            setattr(given, name, None)
+        if getattr(own, name) is not None:
+            kwargs[name] = None
 
 
 def _refuse_arguments(kwargs: dict[str, Any]) -> None:

@@ -219,6 +219,9 @@ def test_where_the_exit_is_said() -> None:
     with pytest.warns(UserWarning, match="after 3 layers"):
         drafter_module._warned.clear()
         target.generate(torch.tensor([[3, 4]]), **settings)
+    several = target.generate(torch.tensor([[3, 4]]), **{**settings, "do_sample": True}, num_return_sequences=2)
+    assert several.shape == (2, 8)  # which transformers refuses of a call with this field
+    assert target.generation_config.assistant_early_exit == 3
 
 
 def test_one_warning_without_a_head() -> None:
