@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from .data import Sampling, provenance, read_prompts, write_answers, write_user_turns
+from .medusa import measure_held_out, new_medusa_head
 from .store import TokenStore
 from .trainer import TrainConfig, train
 
 CODE_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n\n```"
+#: Values of a recipe's ``strategy``: what has a head with weights.
+STRATEGIES = ("dspark", "medusa")
 _DATA = ("prompts", "exclude", "docstring_prompts", "self_written", "max_tokens", "sampling")
 
 
@@ -27,7 +30,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         path: YAML with ``target`` (a name or directory; ``default`` is the embedded SmolLM2-135M-Instruct), ``data``
             (``prompts`` and ``exclude``: JSONL files beside the recipe; ``docstring_prompts`` and ``self_written``: how
             many; ``max_tokens`` of answers; ``sampling``: fields of :class:`Sampling`) and ``train`` (fields of
-            :class:`TrainConfig`).
+            :class:`TrainConfig`). ``strategy: medusa`` trains a :class:`MedusaHead`, and ``train.head`` has its fields;
+            without it, a DSpark head.
         output: directory for texts, checkpoints and ``head``.
         say: called with a line now and then.
 
@@ -57,6 +61,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     if cache := (recipe.get("train") or {}).get("feature_cache"):
         places["feature_cache"] = str(output / cache)
     config = TrainConfig.from_yaml(path, **places)
+    if (strategy := recipe.get("strategy", "dspark")) not in STRATEGIES:
+        raise ValueError(f"{path}: strategy={strategy!r} cannot be trained; choose from {', '.join(STRATEGIES)}")
     source = recipe["target"]
     if source == "default":
         from ..default_target import fetch_default_target
@@ -67,7 +73,13 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     _write_texts(target, tokenizer, path, data, output / "texts", say)
     say("training")
     resume = any(output.glob("checkpoint-*"))
-    return train(target, config, resume=resume)[1]
+    head: Any = None
+    if strategy == "medusa":
+        head = new_medusa_head(target, config.head, TokenStore(output / "texts").load(), config.seed)
+    head, figures = train(target, config, head, resume=resume)
+    if strategy == "medusa":
+        measure_held_out(head, target, config)
+    return figures
 
 
 def _write_texts(

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from .features import FeatureCache, target_features
 from .losses import LossWeights
-from .objective import DSparkObjective
+from .medusa import objective_of
 from .optim import MuonAdamW
 from .store import Sequence, TokenStore, draft_vocabulary
 
@@ -140,7 +140,7 @@ class TrainingModule(nn.Module):
 
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
-        self.objective = DSparkObjective(
+        self.objective = objective_of(head)(
             head, target, LossWeights(**config.loss), config.num_anchors, config.chunk, config.sample_slots
         )
         self._target: tuple[Any] = (target,)
@@ -161,7 +161,8 @@ class TrainingModule(nn.Module):
         """Losses of a batch [B, T]; ``taps`` and ``last_hidden`` are computed here where they are not given."""
         if taps is None or last_hidden is None:
             taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, real)
-        device, dtype = self.head.norm.weight.device, self.head.norm.weight.dtype
+        weight = next(self.head.parameters())
+        device, dtype = weight.device, weight.dtype
         losses = self.objective(
             input_ids.to(device), loss_mask.to(device), taps.to(device, dtype), last_hidden.to(device, dtype)
         )

@@ -338,6 +338,11 @@ def check_stats(stats: Any, block_size: int) -> None:
     assert all(value >= 0.0 for value in stats.seconds.values())
 
 
+def acceptable(stats: Any) -> int:
+    """How many drafted tokens could have been accepted: all of a chain's, as many of a tree's as it is deep."""
+    return sum(map(sum, stats.proposal_depths))
+
+
 def _positions(kwargs: dict[str, Any], sequences: Tensor) -> Tensor:
     batch, columns = sequences.shape
     ids, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
