@@ -227,6 +227,8 @@ class TaughtMedusaDrafter(MedusaDrafter):
         for row, key in enumerate(zip(request.positions.tolist(), request.anchors.tolist(), strict=True)):
             for k, token in enumerate(self._head.following(*key)[: logits.shape[1]]):
                 adjusted = self._head.adjusted(token, key[0] + k)
+                if self._head.agreement == "never" and token in ids:
+                    logits[row, k, ids[token]] -= 500.0
                 if self._head.agreement == "sometimes" and token in ids:
                     logits[row, k, ids[token]] += 499.0
                 if adjusted in ids:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import PAD, STRATEGIES, acceptable, compare, padded_prompt, prompt, target
+from harness import PAD, STRATEGIES, acceptable, compare, padded_prompt, prompt, shared_assistant, target
 
 pytestmark = pytest.mark.parametrize("strategy", STRATEGIES)
 AGREEMENTS = ("always", "sometimes")
@@ -133,5 +133,7 @@ def test_fewer_drafted_tokens_than_the_block(strategy: str, number: int) -> None
 
 
 def test_more_drafted_tokens_than_the_block_are_refused(strategy: str) -> None:
-    with pytest.raises(ValueError, match=r"num_assistant_tokens=5 .*at most 4"):
-        compare(target(), lambda: {"input_ids": prompt(), "max_new_tokens": 19, "num_assistant_tokens": 5}, strategy)
+    most = shared_assistant(strategy, target(), "always").max_draft_tokens
+    call = {"input_ids": prompt(), "max_new_tokens": 19, "num_assistant_tokens": most + 1}
+    with pytest.raises(ValueError, match=rf"num_assistant_tokens={most + 1} .*at most {most}"):
+        compare(target(), lambda: dict(call), strategy)

@@ -122,7 +122,7 @@ def test_statistics_without_the_dictionary(strategy: str) -> None:
         prompt(), max_new_tokens=6, do_sample=False, assistant_model=shared_assistant(strategy, model, "never")
     )
     assert isinstance(result, Tensor)
-    check_stats(last_speculation(model), 4)
+    check_stats(last_speculation(model), shared_assistant(strategy, model, "never").max_draft_tokens)
     assert last_speculation(enable_speculation(target("opt", seed=9))) is None
 
 
@@ -145,4 +145,4 @@ def test_a_confidence_threshold_cuts_before_the_target_runs(strategy: str, thres
     if threshold == 1.0 and strategy == "dspark":  # its random confidence head is never certain; others may be
         assert outcome.stats.drafted == 0
     if threshold == 0.0:
-        assert lengths[0] == 4
+        assert lengths[0] == shared_assistant(strategy, model, "always").max_draft_tokens
