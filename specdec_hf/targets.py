@@ -229,7 +229,7 @@ class TapRecorder:
     def collect(self, outputs: Any) -> list[Tensor]:
         """The states [B, T, Dt] of each tap since the last call, in the order of the ids; empty without taps."""
         if self._by_output:
-            return [outputs.hidden_states[i + 1] for i in self._ids]
+            return [outputs.hidden_states[min(i + 1, len(outputs.hidden_states) - 1)] for i in self._ids]
         taken = []
         for i in self._ids:
             states = self._states[i]

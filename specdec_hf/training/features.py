@@ -61,7 +61,8 @@ def target_features(target: Any, layer_ids: list[int], input_ids: torch.Tensor, 
         output = target.get_decoder()(
             input_ids=input_ids.to(target.device), use_cache=False, **inputs, **recorder.forward_kwargs
         )
-        taps = torch.cat(recorder.collect(output), dim=-1)
+        # Heads that read the last hidden state alone have no taps.
+        taps = torch.cat([*recorder.collect(output), output.last_hidden_state[..., :0]], dim=-1)
     return Features(taps, output.last_hidden_state)
 
 

@@ -21,7 +21,12 @@ from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from ..targets import norm_scale
 from .early_exit import objective_of
 from .features import FeatureCache, target_features
+<<<<<<< HEAD
 from .losses import LossWeights, anchor_places
+=======
+from .losses import LossWeights
+from .medusa import objective_of
+>>>>>>> trees
 from .optim import MuonAdamW
 from .placement import place_target, process_state
 from .rows import TextDataset, collate
@@ -148,7 +153,13 @@ class TrainingModule(nn.Module):
 
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
+<<<<<<< HEAD
         self.objective = objective_of(head)(head, target, config.weights_at(0), config.num_anchors, config.chunk)
+=======
+        self.objective = objective_of(head)(
+            head, target, LossWeights(**config.loss), config.num_anchors, config.chunk, config.sample_slots
+        )
+>>>>>>> trees
         self._target: tuple[Any] = (target,)
 
     @property
@@ -174,7 +185,11 @@ class TrainingModule(nn.Module):
         :class:`DSparkObjective`.
         """
         if taps is None or last_hidden is None:
+<<<<<<< HEAD
             taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, segments)
+=======
+            taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, real)
+>>>>>>> trees
         weight = next(self.head.parameters())
         device, dtype = weight.device, weight.dtype
         losses = self.objective(

@@ -263,6 +263,8 @@ class TaughtMedusaDrafter(MedusaDrafter):
         for row, key in enumerate(zip(request.positions.tolist(), request.anchors.tolist(), strict=True)):
             for k, token in enumerate(self._head.following(*key)[: logits.shape[1]]):
                 adjusted = self._head.adjusted(token, key[0] + k)
+                if self._head.agreement == "never" and token in ids:
+                    logits[row, k, ids[token]] -= 500.0
                 if self._head.agreement == "sometimes" and token in ids:
                     logits[row, k, ids[token]] += 499.0
                 if adjusted in ids:
@@ -374,6 +376,11 @@ def check_stats(stats: Any, block_size: int) -> None:
     assert all(0.0 <= share <= 1.0 for share in stats.acceptance_by_position)
     assert set(stats.seconds) >= {"draft", "target", "other"}
     assert all(value >= 0.0 for value in stats.seconds.values())
+
+
+def acceptable(stats: Any) -> int:
+    """How many drafted tokens could have been accepted: all of a chain's, as many of a tree's as it is deep."""
+    return sum(map(sum, stats.proposal_depths))
 
 
 def _positions(kwargs: dict[str, Any], sequences: Tensor) -> Tensor:
