@@ -345,8 +345,8 @@ def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
     """Freeze embeddings and lm_head that a head has of its own where they are the target's, as DeepSpec's are."""
     ids = head.draft_token_ids() if head.config.has_reduced_vocab else slice(0, head.config.vocab_size)
     own: Any
-    pairs = [(head.get_input_embeddings(), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
-             (head.get_output_embeddings(), target.get_output_embeddings(), ids)]  # fmt: skip
+    pairs = [(getattr(head, "embed_tokens", None), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
+             (getattr(head, "lm_head", None), target.get_output_embeddings(), ids)]  # fmt: skip
     for own, module, rows in pairs:
         theirs = getattr(module, "weight", None)
         if own is None or not isinstance(theirs, torch.Tensor) or theirs.shape[-1] != own.weight.shape[-1]:
