@@ -6,14 +6,40 @@ accumulation, resumed or packed sees the same texts with the same anchors as a p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from .features import FeatureCache
-from .losses import draw_anchors
-from .store import Sequence
+from .losses import anchor_places, draw_anchors
+from .store import Sequence, TokenStore
 
 _PRIME = 2_654_435_761
+
+
+def load_texts(path: str | Path, max_length: int, vocab_size: int) -> list[Sequence]:
+    """The texts of a store, cut to a length, without those that have nothing to learn from.
+
+    Raises:
+        ValueError: none is left, or they have ids that the target does not know.
+    """
+    texts = [Sequence(item.ids[:max_length], item.mask[:max_length], item.source) for item in TokenStore(path).load()]
+    texts = [item for item in texts if bool(anchor_places(item.mask).any())]
+    highest = max((int(item.ids.max()) for item in texts), default=-1)
+    if highest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"{path} has {len(texts)} texts of two or more answer tokens and ids up to {highest}, but the "
+            f"target's vocabulary has {vocab_size}; write the texts with this target"
+        )
+    return texts
+
+
+def split_texts(texts: list[Sequence], validation: int, seed: int) -> tuple[list[int], list[int]]:
+    """Numbers of the texts to learn from, and of those held out: ``validation`` of them, but at most a fifth."""
+    held_out = min(validation, len(texts) // 5)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    return order[held_out:], order[:held_out]
 
 
 class TextDataset(torch.utils.data.Dataset):

@@ -22,15 +22,20 @@ from ..targets import norm_scale
 from .early_exit import objective_of
 from .features import FeatureCache, target_features
 <<<<<<< HEAD
+<<<<<<< HEAD
 from .losses import LossWeights, anchor_places
 =======
 from .losses import LossWeights
 from .medusa import objective_of
 >>>>>>> trees
+=======
+from .losses import LossWeights
+from .objective import DSparkObjective
+>>>>>>> trainer
 from .optim import MuonAdamW
 from .placement import place_target, process_state
-from .rows import TextDataset, collate
-from .store import Sequence, TokenStore, draft_vocabulary
+from .rows import TextDataset, collate, load_texts, split_texts
+from .store import Sequence, draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -360,8 +365,8 @@ def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
     """Freeze embeddings and lm_head that a head has of its own where they are the target's, as DeepSpec's are."""
     ids = head.draft_token_ids() if head.config.has_reduced_vocab else slice(0, head.config.vocab_size)
     own: Any
-    pairs = [(head.get_input_embeddings(), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
-             (head.get_output_embeddings(), target.get_output_embeddings(), ids)]  # fmt: skip
+    pairs = [(getattr(head, "embed_tokens", None), target.get_input_embeddings(), slice(0, head.config.vocab_size)),
+             (getattr(head, "lm_head", None), target.get_output_embeddings(), ids)]  # fmt: skip
     for own, module, rows in pairs:
         theirs = getattr(module, "weight", None)
         if own is None or not isinstance(theirs, torch.Tensor) or theirs.shape[-1] != own.weight.shape[-1]:
@@ -369,24 +374,6 @@ def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
         copy = theirs.detach()[rows].to(own.weight)
         if copy.shape == own.weight.shape and torch.allclose(copy, own.weight, rtol=1e-2, atol=1e-3):
             own.weight.requires_grad_(False)
-
-
-def load_texts(config: TrainConfig, vocab_size: int) -> list[Sequence]:
-    """The texts of a run, cut to its length, without those that have nothing to learn from.
-
-    Raises:
-        ValueError: none is left, or they have ids that the target does not know.
-    """
-    cut = config.max_length
-    texts = [Sequence(item.ids[:cut], item.mask[:cut], item.source) for item in TokenStore(config.data).load()]
-    texts = [item for item in texts if bool(anchor_places(item.mask).any())]
-    highest = max((int(item.ids.max()) for item in texts), default=-1)
-    if highest < 0 or highest >= vocab_size:
-        raise ValueError(
-            f"{config.data} has {len(texts)} texts of two or more answer tokens and ids up to {highest}, but the "
-            f"target's vocabulary has {vocab_size}; write the texts with this target"
-        )
-    return texts
 
 
 def train(
@@ -417,14 +404,13 @@ def train(
     """
     check_trackers(config.report_to)
     state = process_state(config.use_cpu)
-    texts = load_texts(config, target.config.get_text_config().vocab_size)
-    held_out = min(config.validation, len(texts) // 5)
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    texts = load_texts(config.data, config.max_length, target.config.get_text_config().vocab_size)
+    learned, held_out = split_texts(texts, config.validation, config.seed)
     coverage = math.nan
     if head is None and config.init_head is not None:
         head = DSparkDraftModel.from_pretrained(config.init_head, dtype=torch.float32)
     elif head is None:
-        head, coverage = new_head(target, config, [texts[index] for index in order[held_out:]])
+        head, coverage = new_head(target, config, [texts[index] for index in learned])
     place_target(target.eval(), state.device, config.shard_target)
     head.bind(target).to(target.device, torch.float32).train()
     freeze_copies(head, target)
@@ -440,7 +426,7 @@ def train(
     dice = module.objective.block_slots if config.sample_slots else None
     trainer = HeadTrainer(
         module, config,
-        TextDataset(texts, order[held_out:], *common, items, dice), TextDataset(texts, order[:held_out], *common),
+        TextDataset(texts, learned, *common, items, dice), TextDataset(texts, held_out, *common),
     )  # fmt: skip
     checkpoint = last_checkpoint(config.output) if resume else None
     result = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
