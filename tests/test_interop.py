@@ -365,6 +365,16 @@ def test_check_names_layer_ids_that_are_off_by_one(hd32: Any, tmp_path: Path) ->
         assert f"target_layer_ids [0, 2, 4] instead of {ids} fits" in result.report()
 
 
+@pytest.mark.usefixtures("fewer_readings")
+def test_check_command_names_layer_ids_that_are_off_by_one(hd32: Any, tmp_path: Path) -> None:
+    source = edited(HD32 / "vanilla", tmp_path / "in", target_layer_ids=[-1, 1, 3])
+    words = [word for ids in hd32[1] for word in ("--prompt-ids", ",".join(map(str, ids[0].tolist())))]
+    said = run("convert", source, "--check", "--target", str(HD32 / "target"), *words)
+    assert "Convert again with --target-layer-ids 0,2,4" in said.output, (said.output, said.exception)
+    with pytest.raises(ValueError, match="0 to 97"):
+        check_head(source, hd32[0], prompts=[[98]])
+
+
 def test_check_says_nothing_of_a_right_head(hd32: Any) -> None:
     target, prompts = hd32
     result = check_head(str(HD32 / "vanilla"), target, prompts=prompts)

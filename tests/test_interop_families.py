@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import (
     Gemma4TextDecoderLayer,
     Gemma4TextRotaryEmbedding,
@@ -334,6 +334,50 @@ def test_transformers_dflash_decodes_and_says_what_is_missing(tmp_path: Path) ->
     assert stats.rounds > 0
     with pytest.raises(ValueError, match=r"sliding_window|embedding_norm"):
         convert(str(tmp_path / "own"), str(tmp_path / "no"), "zlab", QWEN)
+
+
+def muse_glimmer() -> Any:
+    """A tiny target whose text holds two words only, so that an untrained draft is often right."""
+    small: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 5}
+    text = {**small, "vocab_size": 98, "hidden_size": 64, "intermediate_size": 96, "sliding_window": 64}
+    text |= {"layer_types": ["sliding_attention"] * 4 + ["full_attention"], "eos_token_id": None, "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    others = {"image_token_id": 95, "video_token_id": 94, "out_hidden_size": 64, "projector_hidden_size": 32}
+    config = AutoConfig.for_model("muse_glimmer", text_config=text, vision_config=vision, **others)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 1.5 / parameter.shape[-1] ** 0.5)
+        words = torch.zeros(98, 1)
+        words[[5, 6]] = 6.0
+        model.get_output_embeddings().weight.mul_(words)
+    return model
+
+
+@pytest.mark.parametrize("window", [64, 8])
+def test_rounds_are_those_of_transformers_own_dflash(window: int, tmp_path: Path) -> None:
+    """The same pair through transformers' own DFlash decoding needs the same number of forwards, within the window and
+    beyond it: what was drafted is the same.
+    """
+    target = muse_glimmer()
+    target.save_pretrained(tmp_path / "target")
+    theirs = assistant(tmp_path / "in", sliding_window=window, target_layer_ids=[0, 2])
+    convert(str(tmp_path / "in"), str(tmp_path / "own"), target=str(tmp_path / "target"))
+    ids, options = torch.randint(3, 90, (1, 12)), {"do_sample": False, "max_new_tokens": 60}
+    want = target.generate(ids, **options)
+    calls: list[int] = []
+    target.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    assert torch.equal(target.generate(ids, assistant_model=theirs, speculation_type="dflash", **options), want)
+    native = len(calls)
+    calls.clear()
+    head = DSparkDraftModel.from_pretrained(tmp_path / "own")
+    assert torch.equal(enable_speculation(target).generate(ids, assistant_model=head, **options), want)
+    assert len(calls) == native
+    stats = last_speculation(target)
+    assert stats is not None
+    assert 5 < stats.rounds < 55
 
 
 def test_bare_embeddings_of_a_target_that_norms_them(tmp_path: Path) -> None:

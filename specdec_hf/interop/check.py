@@ -94,9 +94,7 @@ class CheckResult:
         else:
             lines.append("The file is read rightly: no usual misreading does clearly better.")
             if "random" in self.prompts:
-                lines.append(
-                    "But random prompts tell little: a target without a tokenizer is best checked with its own texts."
-                )
+                lines.append("But random prompts tell little: check it with ids of its own texts (--prompt-ids).")
         return "\n".join(lines)
 
 
@@ -105,7 +103,7 @@ def check_head(
     target: Any,
     answers: Answers | None = None,
     hub: dict[str, Any] | None = None,
-    prompts: list[str] | list[torch.Tensor] | None = None,
+    prompts: list[str] | list[list[int]] | list[torch.Tensor] | None = None,
     max_new_tokens: int = 48,
 ) -> CheckResult:
     """Measure a head as read and as usually misread.
@@ -114,22 +112,22 @@ def check_head(
         source: directory or repository of a head in any known layout.
         target: name of its target, or the loaded model (then ``prompts`` must be token ids).
         answers, hub: see :func:`~specdec_hf.interop.reading.read_head`.
-        prompts: texts, or int64 [1, L] token ids; default: four short questions, or random ids where the target has no
-            tokenizer.
+        prompts: texts, or token ids (lists, or int64 [1, L]); default: four short questions, or random ids where the
+            target has no tokenizer.
         max_new_tokens: of each prompt.
 
     Raises:
         ValueError, OSError: the head or the target cannot be read, or they do not belong together.
     """
     found = Target(target) if isinstance(target, str) else None
-    if found is None and not (prompts and isinstance(prompts[0], torch.Tensor)):
+    if found is None and (not prompts or isinstance(prompts[0], str)):
         raise ValueError("with a loaded target give prompts as token ids, int64 [1, L]")
     text = found.text if found is not None else target.config.get_text_config(decoder=True)
     answers = replace(answers or Answers(), vocab_size=text.vocab_size)
     head, refused = _read(source, answers, hub, text.num_hidden_layers)
     if found is not None:
         found.check(head.config)
-    ids, described = _prompt_ids(found, prompts)
+    ids, described = _prompt_ids(found, prompts, text.vocab_size)
     model = enable_speculation(target if found is None else found.model)
     results = [Reading(f"as the file says, target_layer_ids {refused}: refused", "", 0, 0, 0)] if refused else []
     for name, option, config in _readings(head.config, text.num_hidden_layers, refused):
@@ -212,16 +210,24 @@ def _measure(
     return Reading(name, option, accepted, rounds, tokens)
 
 
-def _prompt_ids(target: Target | None, prompts: Any) -> tuple[list[torch.Tensor], str]:
-    if prompts and isinstance(prompts[0], torch.Tensor):
-        return list(prompts), f"{len(prompts)} prompts"
+def _as_ids(prompt: Any, size: int) -> torch.Tensor:
+    ids = prompt if isinstance(prompt, torch.Tensor) else torch.tensor([prompt])
+    if ids.dim() != 2 or not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= size:
+        raise ValueError(
+            f"a prompt must be token ids from 0 to {size - 1}, at least one; got {ids.flatten()[:8].tolist()}"
+        )
+    return ids
+
+
+def _prompt_ids(target: Target | None, prompts: Any, size: int) -> tuple[list[torch.Tensor], str]:
+    if prompts and not isinstance(prompts[0], str):
+        return [_as_ids(one, size) for one in prompts], f"{len(prompts)} prompts"
     assert target is not None
     tokenizer = target.tokenizer()
     if tokenizer is None:
         if prompts:
-            raise ValueError(f"{target.name} has no tokenizer, so texts cannot be prompts; leave --prompt out")
+            raise ValueError(f"{target.name} has no tokenizer, so texts cannot be prompts; give --prompt-ids")
         generator = torch.Generator().manual_seed(0)
-        size = target.text.vocab_size
         return [torch.randint(size, (1, 32), generator=generator) for _ in range(8)], "8 random prompts (no tokenizer)"
     texts = list(prompts or PROMPTS)
     ids = []

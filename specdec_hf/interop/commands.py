@@ -33,13 +33,13 @@ def _hub(revision: str | None, subfolder: str | None) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _integers(text: str | None) -> list[int] | None:
+def _integers(option: str, text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"--target-layer-ids {text}: it must be integers with commas, e.g. 1,9,17") from error
+        raise ValueError(f"{option} {text}: it must be integers with commas, e.g. 1,9,17") from error
 
 
 def convert(
@@ -49,6 +49,10 @@ def convert(
     target: Annotated[str | None, typer.Option(help="The head's target: directory or Hub repository.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Measure the accepted length; name a wrong reading.")] = False,
     prompt: Annotated[list[str] | None, typer.Option(help="A text to measure on; may be given several times.")] = None,
+    prompt_ids: Annotated[
+        list[str] | None,
+        typer.Option(help="Token ids with commas, for a target without a tokenizer; may be given several times."),
+    ] = None,
     target_layer_ids: Annotated[
         str | None, typer.Option(help="Taps as 0-based layers with commas, if the file is wrong or silent.")
     ] = None,
@@ -66,9 +70,11 @@ def convert(
     from .convert import run_convert
     from .formats import Answers
 
-    answers = Answers(_integers(target_layer_ids), sample_from_anchor, mask_token_id, embedding_scale)
+    given = _integers("--target-layer-ids", target_layer_ids)
+    answers = Answers(given, sample_from_anchor, mask_token_id, embedding_scale)
     hub = _hub(revision, subfolder)
-    run_convert(source, out, to.value, target, answers, hub, check, prompt or [], typer.echo)
+    ids = [_integers("--prompt-ids", one) or [] for one in prompt_ids or []]
+    run_convert(source, out, to.value, target, answers, hub, check, prompt or ids, typer.echo)
 
 
 def info(

@@ -62,7 +62,7 @@ def run_convert(
     answers: Answers,
     hub: dict[str, Any],
     check: bool,
-    prompts: list[str],
+    prompts: list[str] | list[list[int]],
     say: Callable[[str], None],
 ) -> None:
     """The command: convert where ``out`` is given, measure where ``check`` is asked for; ``say`` gets each line.
