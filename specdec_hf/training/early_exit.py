@@ -101,8 +101,3 @@ def new_exit_head(
             for layer in layers:
                 layer.out_norm.weight.copy_(weight * norm_scale)
     return head
-
-
-def objective_of(head: nn.Module) -> type[DSparkObjective]:
-    """The class of the objective that trains a head."""
-    return EarlyExitObjective if isinstance(head, EarlyExitHead) else DSparkObjective

@@ -7,8 +7,6 @@ slot is one head's guess behind one anchor, and K is the number of heads.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +15,10 @@ from torch import nn
 
 from ..drafters.medusa import measure
 from ..heads.medusa import MedusaConfig, MedusaHead
-from .losses import Losses, chunked_losses, combine, draw_anchors, make_blocks, slot_weights
+from .losses import Blocks, Losses, draw_anchors, mean_acceptance, text_starts
 from .objective import DSparkObjective
-from .store import Sequence, TokenStore, draft_vocabulary
+from .rows import load_texts, split_texts
+from .store import Sequence, draft_vocabulary
 
 #: Texts that accuracies are measured on, at most.
 _MEASURED = 64
@@ -29,8 +28,29 @@ class MedusaObjective(DSparkObjective):
     """Heads, their frozen target's lm_head and the loss, as one module whose forward returns the loss.
 
     Args:
-        head, target, weights, num_anchors, chunk, sample_slots: as in :class:`DSparkObjective`; there is no confidence.
+        head, target, weights, num_anchors, chunk: as in :class:`DSparkObjective`; there is no confidence.
     """
+
+    @property
+    def block_slots(self) -> int:
+        """Each head guesses one token behind the anchor."""
+        return self.head.config.medusa_num_heads
+
+    def _projection_parameters(self) -> list[nn.Parameter]:
+        return [] if self.head.lm_heads is None else list(self.head.lm_heads.parameters())
+
+    def supervise(
+        self,
+        input_ids: torch.Tensor,
+        loss_mask: torch.Tensor,
+        anchors: torch.Tensor,
+        keep: torch.Tensor,
+        segments: torch.Tensor | None = None,
+        dice: torch.Tensor | None = None,
+    ) -> tuple[Blocks, torch.Tensor]:
+        """As in :class:`DSparkObjective`, without anchors that open a text: no state yielded them."""
+        starts = 0 if segments is None else text_starts(segments).gather(1, anchors)
+        return super().supervise(input_ids, loss_mask, anchors, keep & (anchors > starts), segments, dice)
 
     def forward(
         self,
@@ -40,37 +60,38 @@ class MedusaObjective(DSparkObjective):
         last_hidden: torch.Tensor,
         target_log_mass: torch.Tensor | None = None,
         anchors: tuple[torch.Tensor, torch.Tensor] | None = None,
-        generator: torch.Generator | None = None,
+        segments: torch.Tensor | None = None,
+        dice: torch.Tensor | None = None,
         normaliser: torch.Tensor | None = None,
     ) -> Losses:
         """The losses of a batch; ``acceptance`` has one entry a head.
 
         Args:
-            input_ids, loss_mask: [B, T].
             taps: not read.
-            last_hidden: [B, T, D] states after the target's final norm.
-            target_log_mass, anchors, generator, normaliser: as in :class:`DSparkObjective`.
+            input_ids, loss_mask, last_hidden, target_log_mass, anchors, segments, dice, normaliser: as in
+                :class:`DSparkObjective`.
         """
-        drawn = anchors or draw_anchors(loss_mask, self.num_anchors, generator)
-        blocks = make_blocks(input_ids, loss_mask, *drawn, self.head.config.medusa_num_heads)
-        # The state that yielded the anchor stands before it; the first token of a text has none.
-        valid, weights = blocks.valid & (blocks.anchors > 0)[..., None], self.weights
-        if self.sample_slots and self.training:
-            valid = valid & (torch.rand(valid.shape, device=valid.device) < slot_weights(valid, weights.decay))
-            weights = replace(weights, decay=math.inf)
+        drawn = anchors or draw_anchors(loss_mask, self.num_anchors)
+        blocks, slots = self.supervise(input_ids, loss_mask, *drawn, segments, dice)
+        valid = blocks.valid
+        weight = slots[valid]
+        scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser)
         every = torch.arange(len(input_ids), device=input_ids.device)[:, None]
-        states = last_hidden[every, (blocks.anchors - 1).clamp(min=0)]
+        states = last_hidden[every, (blocks.anchors - 1).clamp(min=0)]  # the state that yielded the anchor
         hidden = torch.stack([block(states) for block in self.head.blocks], dim=2)
         numbers = torch.arange(hidden.shape[2], device=valid.device).expand(valid.shape)
-        rows, places = every[..., None].expand_as(valid)[valid], blocks.sources[valid]
-        aligned, mass = last_hidden[rows, places], None
-        if self.head.config.has_reduced_vocab:
-            mass = self.log_mass(aligned) if target_log_mass is None else target_log_mass[rows, places]
-        slots = chunked_losses(
-            (hidden[valid], numbers[valid]), aligned, mass, self.label_ids(blocks.labels[valid]), None,
-            self.draft_logits, self.target_logits, self.chunk,
-        )  # fmt: skip
-        return combine(*slots, valid, weights, normaliser)
+        total, ce, distance = self.vocabulary_losses(
+            (hidden[valid], numbers[valid]),
+            self.draft_logits,
+            self._projection_parameters(),
+            blocks.flat_sources(input_ids.shape[1])[valid],
+            blocks.labels[valid],
+            scale,
+            last_hidden,
+            target_log_mass,
+        )
+        ce, tv = ((scale * loss).sum().detach() for loss in (ce, distance))
+        return Losses(total, ce, tv, torch.zeros_like(ce), mean_acceptance(distance, valid))
 
     def draft_logits(self, hidden: torch.Tensor, latent: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [n, Vd] of last states [n, D]; `latent` [n] is the number of the head that each belongs to."""
@@ -109,13 +130,8 @@ def new_medusa_head(target: Any, fields: dict[str, Any], sequences: list[Sequenc
 
 def measure_held_out(head: MedusaHead, target: Any, config: Any) -> None:
     """Measure accuracies on the texts that a run (a ``TrainConfig``) held out, and write them into its head."""
-    texts = [item for item in TokenStore(config.data).load() if int(item.mask[: config.max_length].sum()) > 1]
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    chosen = [texts[index] for index in order[: max(min(config.validation, len(texts) // 5, _MEASURED), 1)]]
+    texts = load_texts(config.data, config.max_length, target.config.get_text_config().vocab_size)
+    numbers = split_texts(texts, max(config.validation, 1), config.seed)[1][:_MEASURED] or [0]
+    chosen = [texts[number] for number in numbers]
     measure(head, target, [item.ids for item in chosen], [item.mask.bool() for item in chosen])
     head.save_pretrained(Path(config.output) / "head")
-
-
-def objective_of(head: nn.Module) -> type[DSparkObjective]:
-    """The class of the objective that trains a head."""
-    return MedusaObjective if isinstance(head, MedusaHead) else DSparkObjective

@@ -13,22 +13,12 @@ from typing import Any
 import torch
 
 from .data import Sampling, provenance, read_prompts, write_answers, write_user_turns
-<<<<<<< HEAD
-from .early_exit import new_exit_head
+from .kinds import KINDS
 from .placement import place_target, process_state
-=======
-from .medusa import measure_held_out, new_medusa_head
->>>>>>> trees
 from .store import TokenStore
 from .trainer import TrainConfig, train
 
 CODE_PROMPT = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n\n```"
-#: Values of a recipe's ``strategy``: what has a head with weights.
-<<<<<<< HEAD
-STRATEGIES = ("dspark", "early_exit")
-=======
-STRATEGIES = ("dspark", "medusa")
->>>>>>> trees
 _DATA = ("prompts", "exclude", "docstring_prompts", "self_written", "max_tokens", "sampling")
 
 
@@ -39,13 +29,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         path: YAML with ``target`` (a name or directory; ``default`` is the embedded SmolLM2-135M-Instruct), ``data``
             (``prompts`` and ``exclude``: JSONL files beside the recipe; ``docstring_prompts`` and ``self_written``: how
             many; ``max_tokens`` of answers; ``sampling``: fields of :class:`Sampling`) and ``train`` (fields of
-<<<<<<< HEAD
-            :class:`TrainConfig`). ``strategy: early_exit`` trains an :class:`EarlyExitHead`, and ``train.head`` has its
-            fields; without it, a DSpark head.
-=======
-            :class:`TrainConfig`). ``strategy: medusa`` trains a :class:`MedusaHead`, and ``train.head`` has its fields;
-            without it, a DSpark head.
->>>>>>> trees
+            :class:`TrainConfig`). ``strategy: medusa`` or ``strategy: early_exit`` trains a head of that kind, and
+            ``train.head`` has the fields of its configuration; without it, a DSpark head.
         output: directory for texts, checkpoints and ``head``.
         say: called with a line now and then.
 
@@ -75,8 +60,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     if cache := (recipe.get("train") or {}).get("feature_cache"):
         places["feature_cache"] = str(output / cache)
     config = TrainConfig.from_yaml(path, **places)
-    if (strategy := recipe.get("strategy", "dspark")) not in STRATEGIES:
-        raise ValueError(f"{path}: strategy={strategy!r} cannot be trained; choose from {', '.join(STRATEGIES)}")
+    if (strategy := recipe.get("strategy", "dspark")) not in KINDS:
+        raise ValueError(f"{path}: strategy={strategy!r} cannot be trained; choose from {', '.join(KINDS)}")
     source = recipe["target"]
     if source == "default":
         from ..default_target import fetch_default_target
@@ -93,19 +78,13 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     say("training")
     resume = any(output.glob("checkpoint-*"))
     head: Any = None
-<<<<<<< HEAD
-    if strategy == "early_exit":
-        texts = TokenStore(output / "texts").load()
-        head = new_exit_head(target, config.head, texts, config.initial_norm_scale, config.seed)
-    return train(target, config, head, resume=resume, say=say)[1]
-=======
-    if strategy == "medusa":
-        head = new_medusa_head(target, config.head, TokenStore(output / "texts").load(), config.seed)
-    head, figures = train(target, config, head, resume=resume)
-    if strategy == "medusa":
-        measure_held_out(head, target, config)
+    kind = KINDS[strategy]
+    if kind.new is not None:
+        head = kind.new(target, config, TokenStore(output / "texts").load())
+    head, figures = train(target, config, head, resume=resume, say=say)
+    if kind.finish is not None and state.is_main_process:
+        kind.finish(head, target, config)
     return figures
->>>>>>> trees
 
 
 def _write_texts(

@@ -19,19 +19,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from .._hf import check_trackers, train_on_one_device
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from ..targets import norm_scale
-from .early_exit import objective_of
 from .features import FeatureCache, target_features
-<<<<<<< HEAD
-<<<<<<< HEAD
-from .losses import LossWeights, anchor_places
-=======
+from .kinds import objective_of
 from .losses import LossWeights
-from .medusa import objective_of
->>>>>>> trees
-=======
-from .losses import LossWeights
-from .objective import DSparkObjective
->>>>>>> trainer
 from .optim import MuonAdamW
 from .placement import place_target, process_state
 from .rows import TextDataset, collate, load_texts, split_texts
@@ -158,13 +148,7 @@ class TrainingModule(nn.Module):
 
     def __init__(self, head: DSparkDraftModel, target: nn.Module, config: TrainConfig) -> None:
         super().__init__()
-<<<<<<< HEAD
         self.objective = objective_of(head)(head, target, config.weights_at(0), config.num_anchors, config.chunk)
-=======
-        self.objective = objective_of(head)(
-            head, target, LossWeights(**config.loss), config.num_anchors, config.chunk, config.sample_slots
-        )
->>>>>>> trees
         self._target: tuple[Any] = (target,)
 
     @property
@@ -190,11 +174,7 @@ class TrainingModule(nn.Module):
         :class:`DSparkObjective`.
         """
         if taps is None or last_hidden is None:
-<<<<<<< HEAD
             taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, segments)
-=======
-            taps, last_hidden = target_features(self._target[0], self.head.config.target_layer_ids, input_ids, real)
->>>>>>> trees
         weight = next(self.head.parameters())
         device, dtype = weight.device, weight.dtype
         losses = self.objective(
