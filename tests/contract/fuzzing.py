@@ -192,20 +192,16 @@ def differences(number: int) -> tuple[list[str], dict[str, Any]]:
     described |= {"knobs": knobs, "arguments": {k: said(v) for k, v in kwargs.items() if not torch.is_tensor(v)}}
     try:
         plain = model.generate(**kwargs)
-    except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        plain = error
+    except (ValueError, RuntimeError):
+        return [], described  # a few families cannot do it at all, e.g. Bloom with a static cache: nothing to compare
     ours = make()
     model._last_speculation, hooks = None, hooks_of(model)
-    if not isinstance(plain, Exception) and "input_ids" in ours:
+    if "input_ids" in ours:
         head.teach(sequences_of(plain), harness._positions(ours, sequences_of(plain)))
     try:
         result = speculate(c, model, head, dict(ours), knobs)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
-        if isinstance(plain, Exception):
-            return [], described
         return [f"raised {type(error).__name__}: {error}\n{traceback.format_exc(limit=-4)}"], described
-    if isinstance(plain, Exception):
-        return [f"plain raised {type(plain).__name__}: {str(plain)[:200]}; speculation did not"], described
     found = compared(plain, result, kwargs, ours, model)
     return found + ["hooks were left behind"] * (hooks_of(model) != hooks), described
 

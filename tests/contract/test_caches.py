@@ -24,6 +24,8 @@ from harness import (
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from specdec_hf import drafters, last_speculation
 from specdec_hf._hf import CACHE_KEY
@@ -303,3 +305,34 @@ def test_fallback_streams_and_stops_as_well(strategy: str, byte_tokenizer: Any) 
     with caught():
         outcome = compare(model, lambda: {"input_ids": prompt(), **kwargs}, strategy, expect_rounds=False)
     assert outcome.speculative.shape[1] == 9 + 5
+
+
+# -- masks of two dimensions -------------------------------------------------------------------------------------------
+
+
+def _flash_like(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    """Attention from what flash attention gets: queries at the end of the keys, padding [B, S] or None, a window."""
+    k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
+    places = torch.arange(k.shape[2])
+    queries = places[-q.shape[2] :, None]
+    mask = places <= queries
+    if (window := kwargs.get("sliding_window")) is not None:
+        mask &= places > queries - window
+    mask = mask[None, None]
+    if attention_mask is not None:
+        assert attention_mask.dim() == 2
+        mask = mask & attention_mask[:, None, None, -k.shape[2] :].bool()
+    mask = mask | ~mask.any(-1, keepdim=True)
+    states = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scaling"))
+    return states.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("family", WINDOWED)
+def test_attention_with_the_masks_of_flash_attention(strategy: str, family: str, batch: int) -> None:
+    ALL_ATTENTION_FUNCTIONS.register("flash_like", _flash_like)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("flash_like", flash_attention_mask)
+    model, inputs = target(family, "flash_like", seed=1), padded_prompt(batch, 12, seed=3)
+    outcome = compare(model, lambda: {**inputs, "max_new_tokens": 18}, strategy, "sometimes")
+    gained = [lengths[: min(map(len, outcome.stats.accepted_lengths))] for lengths in outcome.stats.accepted_lengths]
+    assert all(row == gained[0] for row in gained)  # level
