@@ -315,7 +315,7 @@ def test_fallback_streams_and_stops_as_well(strategy: str, byte_tokenizer: Any) 
 # -- masks of two dimensions -------------------------------------------------------------------------------------------
 
 
-def _flash_like(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+def _masked_2d(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
     """Attention from what flash attention gets: queries at the end of the keys, padding [B, S] or None, a window."""
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
     places = torch.arange(k.shape[2])
@@ -335,9 +335,9 @@ def _flash_like(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: An
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("family", WINDOWED)
 def test_attention_with_the_masks_of_flash_attention(strategy: str, family: str, batch: int) -> None:
-    ALL_ATTENTION_FUNCTIONS.register("flash_like", _flash_like)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("flash_like", flash_attention_mask)
-    model, inputs = target(family, "flash_like", seed=1), padded_prompt(batch, 12, seed=3)
+    ALL_ATTENTION_FUNCTIONS.register("masked_2d", _masked_2d)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("masked_2d", flash_attention_mask)
+    model, inputs = target(family, "masked_2d", seed=1), padded_prompt(batch, 12, seed=3)
     outcome = compare(model, lambda: {**inputs, "max_new_tokens": 18}, strategy, "sometimes")
     gained = [lengths[: min(map(len, outcome.stats.accepted_lengths))] for lengths in outcome.stats.accepted_lengths]
     assert all(row == gained[0] for row in gained)  # level
