@@ -241,3 +241,33 @@ def test_learns_and_drafts(fields, tiny_target, tmp_path):
         assert torch.equal(out.sequences, text)
         figures[nodes] = out.speculation.mean_accepted_length
     assert figures[12] > 1.5 and figures[12] >= figures[3]
+
+
+def test_recipe(tiny_target, byte_tokenizer, tmp_path):
+    from specdec_hf.training.recipe import run
+
+    tiny_target(vocab_size=260, spread=1.5, max_position_embeddings=1024).save_pretrained(tmp_path / "target")
+    byte_tokenizer.save_pretrained(tmp_path / "target")
+    (tmp_path / "p.jsonl").write_text("\n".join(json.dumps({"turns": [f"question {n}"]}) for n in range(12)))
+    recipe = f"""
+target: {tmp_path / "target"}
+strategy: medusa
+data:
+  prompts: [p.jsonl]
+  max_tokens: 150
+  sampling: {{batch_size: 4, max_new_tokens: 20, max_prompt_tokens: 700}}
+train:
+  head: {{medusa_num_heads: 2, draft_vocab_size: 100}}
+  max_steps: 2
+  save_steps: 2
+  num_anchors: 4
+  validation: 2
+  feature_cache: features
+"""
+    (tmp_path / "r.yaml").write_text(recipe)
+    run(tmp_path / "r.yaml", tmp_path / "out")
+    head = MedusaHead.from_pretrained(tmp_path / "out" / "head")
+    assert [len(row) for row in head.config.rank_accuracies] == [8, 8]
+    (tmp_path / "bad.yaml").write_text(recipe.replace("strategy: medusa", "strategy: medus"))
+    with pytest.raises(ValueError, match="choose from dspark, medusa"):
+        run(tmp_path / "bad.yaml", tmp_path / "no")
