@@ -475,7 +475,6 @@ class _Decoder:
 def _nan_message(model: Any, length: int) -> str:
     return (
         f"the logits of {type(model).__name__} after {length} tokens contain NaN, so no next token exists. The model "
-        "is "
-        "broken in this dtype or on this input: try float32 or another attention implementation, or pass "
+        "is broken in this dtype or on this input: try float32 or another attention implementation, or pass "
         "remove_invalid_values=True."
     )

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from specdec_hf.cache import BufferedLayer, RowLengths, SpeculativeCache, cannot_roll_back
+from specdec_hf.buffers import BufferedLayer, RowLengths
+from specdec_hf.cache import SpeculativeCache, cannot_roll_back
 
 
 def states(rows: int, tokens: int, start: int = 0) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from specdec_hf import EarlyExitConfig, EarlyExitHead, SpeculativeConfig, enable_speculation, last_speculation
-from specdec_hf import forward as forward_module
-from specdec_hf.cache import RowLengths, SpeculativeCache
+from specdec_hf import early as early_module
+from specdec_hf._hf import CACHE_KEY
+from specdec_hf.buffers import RowLengths
+from specdec_hf.cache import SpeculativeCache
 from specdec_hf.drafters import early_exit as drafter_module
 
 sys.path.insert(0, str(Path(__file__).parent / "contract"))
@@ -105,8 +107,8 @@ def test_the_states_of_the_first_layers_are_really_used(monkeypatch: pytest.Monk
     target, ids = target_of(), torch.randint(3, 96, (1, 9))
     plain, text = texts(target, ids)
     assert text.tolist() == plain.tolist()
-    given = forward_module._Given.forward
-    monkeypatch.setattr(forward_module._Given, "forward", lambda *a, **k: torch.zeros_like(given(*a, **k)))
+    given = early_module._Given.forward
+    monkeypatch.setattr(early_module._Given, "forward", lambda *a, **k: torch.zeros_like(given(*a, **k)))
     plain, text = texts(target, ids)
     assert text.tolist() != plain.tolist()
 
@@ -413,7 +415,7 @@ train:
 def test_lent_layers_share_memory_and_come_back() -> None:
     cache = SpeculativeCache(make_target().generate(
         torch.randint(3, 96, (2, 5)), max_new_tokens=1, return_dict_in_generate=True, eos_token_id=None
-    )[forward_module._hf.CACHE_KEY], 64)  # fmt: skip
+    )[CACHE_KEY], 64)  # fmt: skip
     part = cache.lend(2, 5)
     states = torch.ones(2, 2, 1, 8)
     for layer in range(2):

@@ -223,7 +223,7 @@ def test_coupled_noise_gives_the_same_text():
 def test_learns_and_drafts(fields, tiny_target, tmp_path):
     target = tiny_target(num_hidden_layers=3, spread=4.0)
     write_texts(tmp_path / "data", target)
-    config = small(tmp_path, head={}, max_steps=120, save_steps=1000, num_anchors=16, batch_size=8, lr=0.01,
+    config = small(tmp_path, head={}, max_steps=240, save_steps=1000, num_anchors=16, batch_size=8, lr=0.01,
                    validation=4, loss={"ce": 1.0, "tv": 0.5, "decay": 3.0})  # fmt: skip
     head = new_medusa_head(target, {"medusa_num_heads": 3, **fields}, TokenStore(tmp_path / "data").load())
     head, _ = train(target, config, head)
@@ -269,5 +269,5 @@ train:
     head = MedusaHead.from_pretrained(tmp_path / "out" / "head")
     assert [len(row) for row in head.config.rank_accuracies] == [8, 8]
     (tmp_path / "bad.yaml").write_text(recipe.replace("strategy: medusa", "strategy: medus"))
-    with pytest.raises(ValueError, match="choose from dspark, medusa"):
+    with pytest.raises(ValueError, match="choose from dspark, early_exit, medusa"):
         run(tmp_path / "bad.yaml", tmp_path / "no")
