@@ -80,6 +80,7 @@ class SpeculativeCache(DynamicCache):
         part.rows, part._parked, part._saved, part.on_state_update = RowLengths(), {}, [], None
         part.rows.floor = shortest
         Cache.__init__(part, layers=self.layers[:layers])
+        part._length = self.get_seq_length()
         for layer in part.buffered:
             layer.rows = part.rows
         return part
@@ -105,6 +106,18 @@ class SpeculativeCache(DynamicCache):
             self.on_state_update(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row; of a part without attention layers, those before the round."""
+        if self.buffered or not self.layers:
+            return super().get_seq_length(layer_idx)
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """As in transformers; a part without attention layers answers as one full-attention layer would."""
+        if self.buffered or not self.layers:
+            return super().get_mask_sizes(query_length, layer_idx)
+        return self._length + query_length, 0
+
     def save_states(self) -> None:
         """Remember all recurrent states, for `restore_states`."""
         self._saved = [(self.layers[i], saved_states(self.layers[i])) for i in self.recurrent]
@@ -122,6 +135,7 @@ class SpeculativeCache(DynamicCache):
 
     def commit(self, length: int) -> None:
         """All rows now have `length` slots; what a round wrote behind them is taken back."""
+        self._length = length
         for layer in self.buffered:
             layer.length = length
 

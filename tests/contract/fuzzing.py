@@ -31,7 +31,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
 }
-harness.FAMILIES.update(RECURRENT)
+harness.FURTHER.update(RECURRENT)
 FAMILIES = ("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt2", "opt", "bloom", "mixtral", *RECURRENT)
 STRATEGIES = ("dspark", "draft_model", "prompt_lookup")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient", "adaptive")

@@ -61,6 +61,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
 }
 """Families under the contract; sliding windows are far shorter than the texts."""
+FURTHER: dict[str, dict[str, Any]] = {}
+"""Families that `target` makes too, which files of tests add for themselves."""
 EAGER_ONLY = ("gemma2", "bloom")
 
 
@@ -76,7 +78,12 @@ def fresh_target(family: str = "llama", attention: str = "sdpa", seed: int = 0, 
     BASE_FAMILIES.setdefault(family, {})
     try:
         attention = "eager" if family in EAGER_ONLY else attention
-        config = {"num_hidden_layers": 2, "attn_implementation": attention, **FAMILIES[family], **overrides}
+        config = {
+            "num_hidden_layers": 2,
+            "attn_implementation": attention,
+            **{**FAMILIES, **FURTHER}[family],
+            **overrides,
+        }
         model = make_target(family, seed=seed, **config)
     finally:
         BASE_FAMILIES.clear()

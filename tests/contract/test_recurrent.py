@@ -77,7 +77,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """These read a block as if nothing came before it, so they cannot verify one."""
 _MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2}
-harness.FAMILIES.update({**FAMILIES, **PLAIN, "mamba2": _MAMBA2})
+harness.FURTHER.update({**FAMILIES, **PLAIN, "mamba2": _MAMBA2})
 SETTINGS = {"max_new_tokens": 18}
 
 

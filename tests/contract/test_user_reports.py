@@ -43,7 +43,7 @@ WHERE = {
     "prompt fed again on the next turn": "contract/test_caches.py::test_a_turn_feeds_only_what_is_new",
     "static caches": "contract/test_caches.py::test_each_kind_of_cache",
     "sliding windows": "contract/test_greedy_equality.py::test_each_family_far_beyond_its_window",
-    "hybrid targets": "contract/test_caches.py::test_recurrent_layers_mean_plain_decoding_and_one_warning",
+    "hybrid targets": "contract/test_recurrent.py::test_rejected_tokens_leave_no_trace",
     "two names of the cache": "contract/test_caches.py::test_both_names_of_the_argument",
     "head in another dtype": "contract/test_routes.py::test_a_head_in_another_dtype",
     "quantised target": "contract/test_routes.py::test_a_quantised_target",
