@@ -29,7 +29,7 @@ from .early import EarlyLayers
 from .forward import TargetRunner, must_stay_level, takes_trees
 from .options import SpeculativeConfig
 from .output import SpeculationStats, StepOutputs, Stopwatch
-from .policies import Bounds, confident_lengths, make_schedule
+from .pace import Pace
 from .processors import DraftSampler, ProcessorStack, UniformStream, accept_numbers
 from .proposal import Proposal, Round
 from .stopping import StoppingRules
@@ -80,9 +80,13 @@ def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any
     Returns:
         What plain `generate` would return (token ids, or its output class), and the statistics.
     """
+    batch = call.input_ids.shape[0]
+    stats = SpeculationStats.of_rows(drafter.name, batch)
+    with _hf.decode_context(call.model):
+        pace = Pace(config, drafter, call.model, batch, stats)
     recorder = TapRecorder(call.model, drafter.target_layer_ids)
     with recorder, _hf.decode_context(call.model):
-        decoder = _Decoder(call, drafter, config, recorder)
+        decoder = _Decoder(call, drafter, config, recorder, pace, stats)
         with decoder.runner:
             decoder.run()
         if (complaint := drafter.complaint()) is not None:
@@ -93,31 +97,31 @@ def decode(call: Call, drafter: Drafter, config: SpeculativeConfig) -> tuple[Any
 class _Decoder:
     """The state of one call. Lists are indexed by the present row; `numbers` maps it to the call's row."""
 
-    def __init__(self, call: Call, drafter: Drafter, config: SpeculativeConfig, recorder: TapRecorder) -> None:
+    def __init__(
+        self,
+        call: Call,
+        drafter: Drafter,
+        config: SpeculativeConfig,
+        recorder: TapRecorder,
+        pace: Pace,
+        stats: SpeculationStats,
+    ) -> None:
         self.call, self.drafter, self.config, self.recorder = call, drafter, config, recorder
         batch, prompt = call.input_ids.shape
         device = call.input_ids.device
         settings = call.generation_config
         self.do_sample: bool = bool(settings.do_sample)
-        self.stats = SpeculationStats.of_rows(drafter.name, batch)
+        self.pace, self.stats = pace, stats
         self.watch = Stopwatch(self.stats)
         self.stack = ProcessorStack(call.logits_processor)
         self.rules = StoppingRules(call.stopping_criteria, batch)
-        most = min(config.max_assistant_tokens or drafter.max_tokens, drafter.max_tokens)
-        least = min(config.min_assistant_tokens or 1, most)
-        first = config.num_assistant_tokens or drafter.default_tokens or drafter.max_tokens
-        bounds = Bounds(min(max(first, least), most), least, most, config.acceptance_target)
-        self.schedule, self.remember_schedule = make_schedule(
-            config.num_assistant_tokens_schedule, bounds, batch, call.model, drafter.identity
-        )
-        self.block_size = self.schedule.maximum
         # A streamer of several rows is given one token of each at a time, as plain decoding gives them.
         level_rows = batch > 1 and (call.streamer is not None or drafter.level_rows or must_stay_level(call.model))
         self.in_order = self.stack.in_order or self.rules.in_order or level_rows
         source = call.model_kwargs[_hf.CACHE_KEY]
         self.keeps_cache = _hf.outlives_call(source, settings)
         cached = int(source.get_seq_length()) if source.layers else 0
-        reserve = min(self.rules.max_length - prompt, 2**20) + self.block_size + 2
+        reserve = min(self.rules.max_length - prompt, 2**20) + pace.block_size + 2
         embedded = call.model_kwargs.get("inputs_embeds")
         columns = max(prompt, 0 if embedded is None else embedded.shape[1]) + cached
         self.capacity = columns + reserve
@@ -159,14 +163,15 @@ class _Decoder:
     def run(self) -> None:
         self._prefill()
         while self._unfinished():
-            limits = self._limits()
+            limits = self.pace.limits(self.numbers, self._budgets(), self.ended)
             draws = self._draws(limits)
             proposal = self._propose(limits, draws)
             self.tree = None if proposal.parents is None else TokenTree.of(proposal.parents, self.ids.device)
             with self.watch.part("target"):
                 outputs, positions, tokens = self.runner.block(self.ids, self.lengths, proposal.width, self.tree)
                 self.stats.forward_passes += 1
-            before = list(self.lengths)
+            before, rows = list(self.lengths), len(self.numbers)
+            live = [row for row, ended in enumerate(self.ended) if not ended]
             self._judge(outputs, proposal, draws, max(self.runner.filled) + proposal.width + 1)
             # The anchor was fed, so as many columns enter the cache as tokens were committed; a row that had
             # ended only gives its last token to the cache.
@@ -178,10 +183,11 @@ class _Decoder:
                 self.runner.commit(gained)
             with self.watch.part("draft"):
                 self.drafter.observe(Observation(taps, positions, tokens, gained))
+            self.pace.end_round(rows, max(limits), proposal.width, [gained[row] for row in live])
             self._release_rows()
         if self.call.streamer is not None:
             self.call.streamer.end()
-        self.remember_schedule()
+        self.pace.finish()
         self.watch.stop()
 
     def _keep_path(
@@ -231,6 +237,7 @@ class _Decoder:
             positions, valid, cached = self.runner.prompt_columns()
             kept, mask = self._kept_state(any(cached)), self.runner.prompt_mask()
             self.drafter.start(Prompt(call.input_ids, taps, positions, valid, cached, self.capacity, kept, mask))
+        self.pace.prefilled()
         nothing = Proposal(call.input_ids[:, :0], [0] * len(self.numbers))
         self._judge(outputs, nothing, self._draws([0] * len(self.numbers)), None)
         self._release_rows()
@@ -238,17 +245,6 @@ class _Decoder:
     def _kept_state(self, cached: bool) -> Any:
         kept = getattr(self.call.model_kwargs[_hf.CACHE_KEY], _STATE, None)
         return kept[1] if cached and kept is not None and kept[0] == self.drafter.identity else None
-
-    def _limits(self) -> list[int]:
-        """Tokens each row may draft: the schedule's number, within its budget less the token that the target adds.
-
-        A tree may have more nodes than the budget has tokens, but not be deeper.
-        """
-        wishes = self.schedule.limits(self.numbers)
-        budgets = [0 if ended else own for own, ended in zip(self._budgets(), self.ended, strict=True)]
-        if self.drafter.max_depth is not None:
-            return [wish if budget else 0 for wish, budget in zip(wishes, budgets, strict=True)]
-        return [min(wish, budget) for wish, budget in zip(wishes, budgets, strict=True)]
 
     def _budgets(self) -> list[int]:
         """Tokens that may follow each row's text, less the one that the target adds."""
@@ -282,12 +278,7 @@ class _Decoder:
             proposal = self.drafter.propose(request)
             if proposal.parents is not None:
                 proposal = proposal.no_deeper(self._budgets()) if self.takes_trees else proposal.first_path()
-            threshold = self.config.assistant_confidence_threshold or 0.0
-            lengths = proposal.lengths
-            if threshold > 0 and proposal.confidence is not None:
-                lengths = confident_lengths(proposal.confidence, lengths, threshold)
-            if max(lengths) < proposal.tokens.shape[1] or lengths is not proposal.lengths:
-                proposal = proposal.trimmed(lengths)
+            proposal = self.pace.trimmed(proposal)
             sampler.enter(proposal.tokens)
             return proposal
 
@@ -420,7 +411,7 @@ class _Decoder:
 
     def _record(self, row: int, round_: Round) -> None:
         self.stats.record(self.numbers[row], round_)
-        self.schedule.learn(self.numbers[row], round_)
+        self.pace.learn(self.numbers[row], round_)
 
     def _stream(self, tokens: list[int]) -> None:
         if self.call.streamer is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ._hf import global_default
-from .policies import SCHEDULES
+from .policies import CONFIDENCE, SCHEDULES
 
 #: generate() arguments that are ours alone; `SpeculativeConfig` says what they mean.
 OWN_KWARGS = ("speculative", "assistant_strategy", "generator")
@@ -50,9 +50,15 @@ class SpeculativeConfig:
         num_assistant_tokens_schedule: how that number changes from round to round, for each row: `"constant"` keeps it;
             `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next
             call goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1
-            when the acceptance of the latest rounds leaves `acceptance_target` by more than 0.1.
+            when the acceptance of the latest rounds leaves `acceptance_target` by more than 0.1; `"confidence"` keeps
+            it and cuts blocks at `assistant_confidence_threshold`; `"throughput"` verifies as many drafted tokens of
+            each row as make the batch commit the most tokens a second, by their confidence (or else by how often tokens
+            at their place were accepted) and by what a forward costs here.
         assistant_confidence_threshold: drafted tokens from the first one on whose estimated survival is below this
-            number in [0, 1] are cut before the target sees them; 0 = keep all; None = 0.
+            number in [0, 1] are cut before the target sees them; 0 = keep all; None = 0, and 0.4 with the schedule
+            `"confidence"`.
+        automatic_off: whether to decode plainly for a while when drafting costs more than it gains on this text, by the
+            measured costs of this machine; None = with the schedule `"throughput"` only.
         min_assistant_tokens, max_assistant_tokens: limits of a number that changes; None = 1, and the most that the
             drafter can.
         acceptance_target: share of drafted tokens accepted that `"adaptive"` steers to, in (0, 1).
@@ -84,6 +90,7 @@ class SpeculativeConfig:
     min_assistant_tokens: int | None = None
     max_assistant_tokens: int | None = None
     acceptance_target: float = 0.6
+    automatic_off: bool | None = None
     max_matching_ngram_size: int | None = None
     min_matching_ngram_size: int | None = None
     assistant_early_exit: int | None = None
@@ -110,6 +117,8 @@ class SpeculativeConfig:
                 f"assistant_confidence_threshold={threshold!r}: it is compared with a probability, so it must lie in "
                 "[0, 1]. 0 verifies every drafted token."
             )
+        if self.automatic_off not in (None, True, False):
+            raise TypeError(f"automatic_off={self.automatic_off!r}: must be True, False or None.")
         schedule = self.num_assistant_tokens_schedule
         if schedule is not None and schedule not in SCHEDULES:
             raise ValueError(
@@ -128,6 +137,18 @@ class SpeculativeConfig:
             if low is not None and high is not None and low > high:
                 raise ValueError(f"min_{what}={low} is larger than max_{what}={high}: swap them, or leave one out.")
         self._check_coupling()
+
+    @property
+    def confidence_threshold(self) -> float:
+        """The threshold that holds; 0 = no drafted token is cut."""
+        if self.assistant_confidence_threshold is None:
+            return CONFIDENCE if self.num_assistant_tokens_schedule == "confidence" else 0.0
+        return self.assistant_confidence_threshold
+
+    @property
+    def switches_off(self) -> bool:
+        """Whether drafting stops while it does not pay."""
+        return self.num_assistant_tokens_schedule == "throughput" if self.automatic_off is None else self.automatic_off
 
     def _check_coupling(self) -> None:
         if self.coupling not in COUPLINGS:

@@ -30,6 +30,9 @@ class SpeculationStats:
         seconds: wall time by part: `"draft"`, `"target"` (prefill not included), `"other"`, and `"prefill"`. On an
             accelerator the host's time: kernels still running when a part ends count for the part that waits.
         fallback: why decoding was plain, None where it was not.
+        forward_passes: of the target, the prefill's not counted.
+        paused_rounds: rounds (of the whole batch) that were plain because drafting did not pay, see `automatic_off`;
+            they count as rounds that drafted nothing.
     """
 
     strategy: str
@@ -42,6 +45,7 @@ class SpeculationStats:
     fallback: str | None = None
     forward_passes: int = 0
     proposal_depths: list[list[int]] = field(default_factory=list)
+    paused_rounds: int = 0
 
     def __post_init__(self) -> None:
         self.proposal_depths = self.proposal_depths or [list(own) for own in self.proposal_lengths]
@@ -104,6 +108,7 @@ class SpeculationStats:
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_by_position": self.acceptance_by_position,
             "seconds": dict(self.seconds),
+            "paused_rounds": self.paused_rounds,
             "fallback": self.fallback,
         }
 

@@ -7,6 +7,7 @@ confidence-scheduled verification). So shortening a block leaves the output dist
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Rounds of a row over which `Adaptive` counts before it decides.
 WINDOW = 4
+#: What `"confidence"` cuts below where no threshold is given; transformers' own default for its assistants.
+CONFIDENCE = 0.4
 #: How far the acceptance must lie from the target before `Adaptive` moves.
 MARGIN = 0.1
 
@@ -134,6 +137,8 @@ class Adaptive(Schedule):
 
 _CLASSES: dict[str, type[Schedule]] = {
     "constant": Schedule,
+    "confidence": Schedule,
+    "throughput": Schedule,
     "heuristic": Heuristic,
     "heuristic_transient": HeuristicTransient,
     "adaptive": Adaptive,
@@ -176,3 +181,115 @@ def confident_lengths(confidence: Tensor, lengths: list[int], threshold: float) 
     """
     kept = (confidence >= threshold).long().cumprod(dim=1).sum(dim=1).tolist()
     return [min(own, length) for own, length in zip(kept, lengths, strict=True)]
+
+
+class AcceptanceRates:
+    """How often the token at each place survived in this call, for drafters without a confidence of their own."""
+
+    def __init__(self) -> None:
+        self._kept: list[int] = []
+        self._reached: list[int] = []
+
+    def learn(self, round_: Round) -> None:
+        """Take in a round that is over."""
+        grow = round_.acceptable - len(self._kept)
+        self._kept += [0] * grow
+        self._reached += [0] * grow
+        for place in range(min(round_.accepted + 1, round_.acceptable)):
+            self._reached[place] += 1
+            self._kept[place] += place < round_.accepted
+
+    def survival(self, places: int) -> list[float]:
+        """The chance that the token at each place is accepted: the product of the rates up to there.
+
+        A rate is (kept + 1) / (reached + 2), so 1/2 before anything is known.
+        """
+        chances, chance = [], 1.0
+        for place in range(places):
+            kept, reached = (self._kept[place], self._reached[place]) if place < len(self._kept) else (0, 0)
+            chance *= (kept + 1) / (reached + 2)
+            chances.append(chance)
+        return chances
+
+
+def admitted_lengths(survival: list[list[float]], seconds: Callable[[int], float], padded: bool = False) -> list[int]:
+    """How many drafted tokens of each row to verify, so that the batch commits the most tokens a second.
+
+    Algorithm 1 of DSpark: tokens are admitted in the order of their chance to survive, over all rows, for as long as
+    each of them raises (expected tokens) / (seconds of the round), and the first that does not ends it. That end is
+    what keeps decoding lossless: whether the token at place j is verified depends on the chances up to j alone, and
+    these on the tokens before j. A search beyond a drop would let the next chance, which depends on the token at j,
+    decide about that token.
+
+    Args:
+        survival: per row, the chance that its tokens up to place j are all accepted, descending in j.
+        seconds: of a round with so many tokens in the target's forward, the rows' anchors counted. Must not depend on
+            the drafted tokens.
+        padded: rows of the forward are as long as the longest, as in this package's loop. Then a place is admitted for
+            all rows at once, by the sum of their chances there: once one row has it, the others have it for nothing.
+
+    Returns:
+        The length of each row.
+    """
+    if padded:
+        return _admitted_columns(survival, seconds)
+    lengths, tokens, expected = [0] * len(survival), len(survival), float(len(survival))
+    best = expected / seconds(tokens)
+    waiting = [(-chances[0], 0, row) for row, chances in enumerate(survival) if chances]
+    heapq.heapify(waiting)
+    while waiting:
+        chance, place, row = heapq.heappop(waiting)
+        tokens, expected = tokens + 1, expected - chance
+        if expected / seconds(tokens) <= best:
+            break
+        best, lengths[row] = expected / seconds(tokens), place + 1
+        if place + 1 < len(survival[row]):
+            following = min(survival[row][place + 1], -chance)
+            heapq.heappush(waiting, (-following, place + 1, row))
+    return lengths
+
+
+def _admitted_columns(survival: list[list[float]], seconds: Callable[[int], float]) -> list[int]:
+    rows = len(survival)
+    width, expected, best = 0, float(rows), rows / seconds(rows)
+    while gain := sum(chances[width] for chances in survival if len(chances) > width):
+        expected += gain
+        if expected / seconds(rows * (width + 2)) <= best:
+            break
+        width += 1
+        best = expected / seconds(rows * (width + 1))
+    return [min(width, len(chances)) for chances in survival]
+
+
+class AutomaticOff:
+    """Stops drafting while it costs more than it gains, and tries again later. Counts in plain steps of the batch.
+
+    After each round, what it cost beyond what it gained is added to a loss, which never falls below 0: so text that
+    gains keeps a small loss whatever its single rounds do. Beyond `PATIENCE` the next `PAUSE` rounds are plain; then
+    drafting is tried with less patience, and each pause that follows a failed try is twice as long, up to `LONGEST`.
+    A try that has gained as much as it lost over `TRIED` rounds ends the mistrust.
+    """
+
+    PATIENCE, RETRIED, PAUSE, LONGEST, TRIED = 2.0, 0.7, 16, 256, 8
+
+    def __init__(self) -> None:
+        self._loss, self._patience = 0.0, self.PATIENCE
+        self._pause, self._left, self._rounds = self.PAUSE, 0, 0
+
+    @property
+    def off(self) -> bool:
+        """Whether the next round is to be plain."""
+        return self._left > 0
+
+    def learn(self, gained: float, cost: float) -> None:
+        """Take in a round that is over: mean tokens per row, and its cost in plain steps."""
+        if self.off:
+            self._left -= 1
+            return
+        self._rounds += 1
+        self._loss = max(self._loss + cost - gained, 0.0)
+        if self._loss > self._patience:
+            self._left, self._pause = self._pause, min(2 * self._pause, self.LONGEST)
+            self._loss, self._patience, self._rounds = 0.0, self.RETRIED, 0
+        elif self._rounds >= self.TRIED and self._loss == 0.0:
+            self._patience, self._pause = self.PATIENCE, self.PAUSE

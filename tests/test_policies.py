@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec_hf.policies import SCHEDULES, WINDOW, Bounds, confident_lengths, make_schedule
+from specdec_hf.policies import (
+    SCHEDULES,
+    WINDOW,
+    AcceptanceRates,
+    AutomaticOff,
+    Bounds,
+    admitted_lengths,
+    confident_lengths,
+    make_schedule,
+)
 from specdec_hf.proposal import Round
 
 CONFIDENCE = torch.tensor([[0.9, 0.4, 0.9, 0.9], [0.5, 0.5, 0.5, 0.1], [0.2, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]])
@@ -129,3 +138,120 @@ def test_adaptive_settles_where_acceptance_meets_the_target():
         one.learn(0, Round(width, kept, kept + 1))
         seen.append(width)
     assert 3 <= sum(seen[200:]) / 1800 <= 6
+
+
+# -- throughput -------------------------------------------------------------------------------------------------------
+
+TARGET, DRAFT = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])
+SPEED = (1.0, 0.5, 0.45)  # target steps per second with 1, 2, 3 tokens in the forward
+
+
+def linear(tokens):
+    return 1.0 + 0.15 * tokens
+
+
+def beyond_the_drop(survival, seconds):
+    """The wrong search: the best of all lengths, also those behind a drop (one row)."""
+    expected = [1.0 + sum(survival[0][:length]) for length in range(len(survival[0]) + 1)]
+    return [max(range(len(expected)), key=lambda length: expected[length] / seconds(1 + length))]
+
+
+def chance_of_the_first_token(search):
+    """Exact: the paper's two-token example, in which the second confidence depends on the first drafted token."""
+    total = 0.0
+    for token, drawn in enumerate(DRAFT.tolist()):
+        first = 0.8
+        (length,) = search([[first, first * (0.9 if token == 0 else 0.0)]], lambda tokens: 1.0 / SPEED[tokens - 1])
+        if length == 0:
+            total += drawn * TARGET[0].item()
+            continue
+        kept = min(1.0, (TARGET[token] / DRAFT[token]).item())
+        residual = (TARGET - DRAFT).clamp(min=0)
+        residual /= residual.sum()
+        total += drawn * (kept * (token == 0) + (1 - kept) * residual[0].item())
+    return total
+
+
+def test_stopping_at_the_first_drop_is_lossless():
+    assert chance_of_the_first_token(admitted_lengths) == pytest.approx(0.7)
+    assert chance_of_the_first_token(beyond_the_drop) == pytest.approx(0.85)
+
+
+def test_best_length_where_costs_rise_evenly():
+    for padded in (False, True):
+        assert admitted_lengths([[0.9, 0.8, 0.7, 0.1, 0.1]], linear, padded) == [3]
+        assert admitted_lengths([[0.1, 0.05]], linear, padded) == [0]
+        assert admitted_lengths([[]], linear, padded) == [0]
+        assert admitted_lengths([[1.0] * 5], lambda tokens: 1.0, padded) == [5]
+
+
+def test_the_most_likely_tokens_of_all_rows_come_first():
+    assert admitted_lengths([[0.9, 0.8, 0.1], [0.2, 0.1], [0.7, 0.6]], linear) == [2, 0, 2]
+
+
+def test_rows_share_the_price_of_the_longest():
+    """What a short row adds within the longest row's width costs nothing; the scheduler takes it."""
+    assert admitted_lengths([[0.9, 0.8, 0.1], [0.3, 0.2, 0.1], []], linear, padded=True) == [2, 2, 0]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_admission_never_depends_on_the_token_admitted(seed, padded):
+    """Chances from place j + 1 on, which depend on the token at j, never change whether j is admitted; in any row."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.rand(16, generator=generator).mul(0.5).cumsum(0).tolist()
+    cost = lambda tokens: 1.0 + steps[tokens]  # noqa: E731
+    chances = torch.rand(3, 4, generator=generator).clamp(0.3).cumprod(1)
+    for row in range(3):
+        for place in range(4):
+            lengths = []
+            for _ in range(8):
+                other = chances.clone()
+                rates = torch.rand(3 - place, generator=generator)
+                other[row, place + 1 :] = other[row, place] * rates.cumprod(0)
+                lengths.append(admitted_lengths(other.tolist(), cost, padded)[row] > place)
+            assert len(set(lengths)) == 1
+
+
+def test_rates_of_acceptance():
+    rates = AcceptanceRates()
+    assert rates.survival(2) == [0.5, 0.25]
+    for _ in range(98):
+        rates.learn(Round(2, 1, 2))
+    assert rates.survival(3) == pytest.approx([0.99, 0.99 * 0.01, 0.99 * 0.01 * 0.5])
+
+
+# -- automatic off ----------------------------------------------------------------------------------------------------
+
+
+def run(switch, rounds, gained, cost):
+    """Cost of so many tokens in plain steps, and rounds that drafted."""
+    total, tokens, drafted = 0.0, 0.0, 0
+    while tokens < rounds:
+        off = switch.off
+        total, tokens, drafted = total + (1.0 if off else cost), tokens + (1.0 if off else gained), drafted + (not off)
+        switch.learn(1.0 if off else gained, cost)
+    return total / tokens, drafted
+
+
+def test_what_loses_is_switched_off():
+    for cost, tokens in ((1.4, 256), (2.0, 256), (1.4, 1000), (5.0, 1000)):
+        share, drafted = run(AutomaticOff(), tokens, 1.0, cost)
+        assert share < 1.05 and 3 <= drafted < 20, (cost, tokens, share)
+
+
+def test_what_gains_is_left_on():
+    switch = AutomaticOff()
+    generator = torch.Generator().manual_seed(0)
+    drafted = 0
+    for gained in (1 + torch.poisson(torch.full((400,), 1.0), generator=generator)).tolist():
+        drafted += not switch.off
+        switch.learn(gained, 1.4)
+    assert drafted > 380
+
+
+def test_it_comes_back_when_the_text_changes():
+    switch = AutomaticOff()
+    run(switch, 300, 1.0, 1.5)
+    share, drafted = run(switch, 1500, 2.5, 1.5)
+    assert drafted > 300 and share < 0.8

@@ -52,7 +52,7 @@ class DraftModelDrafter(Drafter):
 
     def __init__(self, model: Any, target_vocab_size: int, config: SpeculativeConfig) -> None:
         self._model = model
-        self._threshold = config.assistant_confidence_threshold or 0.0
+        self._threshold = config.confidence_threshold
         self.max_tokens = max(_MOST, config.num_assistant_tokens or 0, config.max_assistant_tokens or 0)
         self.level_rows = must_stay_level(model)
         self._vocab_size = min(target_vocab_size, _hf.text_config(model).vocab_size)

@@ -41,7 +41,7 @@ class DSparkDrafter(Drafter):
     def __init__(self, head: DSparkDraftModel, target_vocab_size: int, config: SpeculativeConfig) -> None:
         self._head = head
         self._top_k = config.draft_top_k
-        self._wants_confidence = bool(config.assistant_confidence_threshold)
+        self._wants_confidence = config.confidence_threshold > 0 or config.num_assistant_tokens_schedule == "throughput"
         self.target_layer_ids = list(head.config.target_layer_ids)
         self.max_tokens = head.max_draft_tokens
         narrower = head.config.draft_vocab_size != target_vocab_size  # reduced, or the target's logits are padded
@@ -64,9 +64,9 @@ class DSparkDrafter(Drafter):
                 "with DSparkDraftModel.from_pretrained(...)."
             )
         head.bind(target)
-        if config.assistant_confidence_threshold and not head.config.enable_confidence_head:
+        if config.confidence_threshold and not head.config.enable_confidence_head:
             raise ValueError(
-                f"assistant_confidence_threshold={config.assistant_confidence_threshold} needs a confidence head and "
+                f"assistant_confidence_threshold={config.confidence_threshold} needs a confidence head and "
                 "this "
                 "draft head has none (enable_confidence_head=False): leave the threshold out."
             )

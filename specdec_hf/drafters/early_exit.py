@@ -44,7 +44,7 @@ class EarlyExitDrafter(Drafter):
         self, head: EarlyExitHead | None, layers: int, target_vocab_size: int, config: SpeculativeConfig
     ) -> None:
         self._head, self.early_layers = head, layers
-        self._threshold = config.assistant_confidence_threshold or 0.0
+        self._threshold = config.confidence_threshold
         self.max_tokens = max(_MOST, config.num_assistant_tokens or 0, config.max_assistant_tokens or 0)
         narrower = head is not None and head.config.draft_vocab_size != target_vocab_size
         self._vocabulary = head.draft_token_ids() if head is not None and narrower else None
