@@ -95,14 +95,17 @@ def compare(
         list[str],
         typer.Argument(
             help="NAME or NAME=HEAD: a strategy with its head or draft model (dspark=bundled, prompt_lookup, "
-            "draft_model=DIR, ...), or transformers' own: transformers_assisted=DIR, transformers_lookup."
+            "draft_model=DIR, ...), with settings behind a colon (dspark=bundled:schedule=throughput); or "
+            "transformers' own: transformers_assisted=DIR, transformers_lookup."
         ),
     ],
-    data: Annotated[list[Path], typer.Option(help="JSONL prompts; several allowed.")],
+    data: Annotated[list[Path] | None, typer.Option(help="JSONL prompts; several allowed.")] = None,
     target: Annotated[
         str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
     ] = None,
     dtype: Annotated[DType, typer.Option(help="Number type of all models.")] = DType.auto,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 1,
+    random: Annotated[int, typer.Option(min=0, help="So many prompts of random tokens.")] = 0,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 128,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
@@ -111,7 +114,9 @@ def compare(
     """Compare ways to draft with each other, with plain decoding and with transformers' own, in one run."""
     from .comparison import run_comparison
 
-    typer.echo(run_comparison(data, ways, target, dtype.value, limit, max_new_tokens, threads, output))
+    typer.echo(
+        run_comparison(data or [], ways, target, dtype.value, limit, max_new_tokens, threads, output, batch, random)
+    )
 
 
 @app.command("eval")

@@ -13,7 +13,7 @@ from conftest import make_target, make_tokenizer
 from typer.testing import CliRunner
 
 from specdec_hf import DSparkConfig, DSparkDraftModel, cli
-from specdec_hf.comparison import Result, Way, compare, make_ways, table
+from specdec_hf.comparison import Result, Way, batches, compare, make_ways, table
 
 runner = CliRunner()
 
@@ -74,3 +74,40 @@ def test_the_command_from_names_to_json(target: Any, tmp_path: Path) -> None:
     assert labels == ["plain", "dspark", "prompt_lookup", "transformers_lookup"]
     assert all(way["same"] == [True, True] for way in written["ways"])
     assert written["ways"][1]["parts"]["draft"] > 0 and "2 prompts, greedy" in result.output
+
+
+def test_a_batch_counts_every_row_to_its_end(target: Any) -> None:
+    twin = copy.deepcopy(target)
+    prompts = [torch.arange(start, start + length)[None] for start, length in ((5, 9), (40, 4), (90, 7))]
+    knobs = {"assistant_model": twin, "speculative": "draft_model", "num_assistant_tokens": 3}
+    plain, own = compare(target, [Way("plain", {}, "plain"), Way("draft_model", knobs, "own")], prompts, 14, batch=2)
+    assert plain.tokens == own.tokens == [28, 14] and own.same == [True, True]
+    assert plain.accepted_length == pytest.approx(1.0) and own.accepted_length == pytest.approx(13 / 4)
+    with pytest.raises(ValueError, match="one prompt at a time"):
+        compare(target, [Way("plain", {}, "plain"), Way("transformers_lookup", {}, "theirs")], prompts, 14, batch=2)
+
+
+def test_batches_are_padded_at_the_left() -> None:
+    ids, mask = batches([torch.tensor([[1, 2, 3]]), torch.tensor([[4]])], 2, pad=9)[0]
+    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_settings_behind_a_colon() -> None:
+    entry = "prompt_lookup:schedule=throughput,num_assistant_tokens=4,automatic_off=true"
+    config = make_ways([entry], torch.float32, "cpu")[1].knobs["speculative"]
+    assert (config.strategy, config.num_assistant_tokens_schedule) == ("prompt_lookup", "throughput")
+    assert config.num_assistant_tokens == 4 and config.automatic_off is True
+    with pytest.raises(ValueError, match="did you mean 'automatic_off'"):
+        make_ways(["prompt_lookup:automatc_off=true"], torch.float32, "cpu")
+    with pytest.raises(ValueError, match="takes no settings"):
+        make_ways(["transformers_lookup:seed=1"], torch.float32, "cpu")
+
+
+def test_random_prompts_need_no_file(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    arguments = ["compare", "prompt_lookup:automatic_off=true", "--target", str(tmp_path / "target"), "--random", "3"]
+    result = runner.invoke(cli.app, [*arguments, "--batch", "2", "--max-new-tokens", "12", "--dtype", "float32"])
+    assert result.exit_code == 0 and "3 prompts in batches of 2" in result.output, result.output
+    result = runner.invoke(cli.app, ["compare", "prompt_lookup", "--target", str(tmp_path / "target")])
+    assert result.exit_code == 1 and "--random" in str(result.exception)
