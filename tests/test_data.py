@@ -14,7 +14,6 @@ from specdec_hf.training.data import (
     first_loop,
     loop_start,
     opening,
-    prompt_ids,
     provenance,
     write_answers,
     write_user_turns,
@@ -132,7 +131,9 @@ def test_any_family_writes(tiny_target, family):
     jobs = [(number, torch.randint(3, 96, (3 + number % 3,)).tolist(), 0.0, 6 + number % 4) for number in range(9)]
     done = {row.number: row for row in batch.run(jobs, {2}, lambda answer: None)}
     for number, ids, _, limit in jobs:
-        assert done[number].ids == target.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)[0].tolist()
+        assert (
+            done[number].ids == target.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)[0].tolist()
+        )
     drawn = [[row.ids for row in batch.run([(7, [5], 1.0, 8)], set(), lambda answer: None)] for _ in range(2)]
     assert drawn[0] == drawn[1]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TAGS = ("speculative-decoding", "dspark")
 TRAINING_FILE = "training.json"
-"""What training left beside the head, if it did: ``{"data": {...}, "config": {...}, "figures": {...}}``; "data" is the provenance of its texts."""
+"""What training left beside the head, if it did: ``{"data": {...}, "config": {...}, "figures": {...}}``."""
 EVALUATION_FILE = "eval.json"
 """What ``specdec eval`` wrote, if somebody put it beside the head."""
 

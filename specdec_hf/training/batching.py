@@ -183,7 +183,7 @@ class ContinuousBatch:
         drawn = (warm > 0).nonzero()[:, 0]
         if len(drawn):
             mass = (logits[drawn] / warm[drawn, None]).softmax(-1).cumsum(-1)
-            numbers = [rows[slot].dice.random() for slot in drawn.tolist()]  # type: ignore[union-attr]
+            numbers = [rows[slot].dice.random() for slot in drawn.tolist()]
             dice = torch.tensor(numbers, device=device)[:, None] * mass[:, -1:]
             chosen[drawn] = torch.searchsorted(mass, dice)[:, 0].clamp(max=logits.shape[-1] - 1)
         return chosen.tolist()

@@ -54,7 +54,9 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"endpoint={self.url!r}: it must begin with http:// or https://, as in http://localhost:8000")
+            raise ValueError(
+                f"endpoint={self.url!r}: it must begin with http:// or https://, as in http://localhost:8000"
+            )
         if self.concurrency < 1 or self.retries < 0:
             raise ValueError(
                 f"concurrency={self.concurrency!r}, retries={self.retries!r}: at least 1 request at a time and no "
@@ -80,8 +82,8 @@ class Endpoint:
         names = [item.get("id") for item in listed.get("data") or [] if isinstance(item, dict)]
         if len(names) != 1:
             raise ValueError(
-                f"{self.base} serves {len(names)} models ({', '.join(map(str, names)) or 'none'}); name the target with "
-                "--endpoint-model (data.endpoint_model in a recipe)"
+                f"{self.base} serves {len(names)} models ({', '.join(map(str, names)) or 'none'}); name the target "
+                "with --endpoint-model (data.endpoint_model in a recipe)"
             )
         return str(names[0])
 
@@ -115,9 +117,7 @@ class Endpoint:
             )
         return Reply(text, choice.get("finish_reason") == "stop")
 
-    def run(
-        self, jobs: Iterable[tuple[int, Messages, dict[str, Any]]]
-    ) -> Iterator[tuple[int, Reply]]:
+    def run(self, jobs: Iterable[tuple[int, Messages, dict[str, Any]]]) -> Iterator[tuple[int, Reply]]:
         """Answers to jobs (number, messages, options) in the order of arrival. Raises as :meth:`chat` does."""
         model = self.model_name()
         waiting: dict[Future[Reply], int] = {}
@@ -144,7 +144,7 @@ class Endpoint:
         if key := os.environ.get(self.api_key_variable):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base + path, data, headers)  # noqa: S310 - http(s) alone, see __post_init__
+        request = urllib.request.Request(self.base + path, data, headers)
         reason = ""
         for attempt in range(self.retries + 1):
             if attempt:
@@ -157,7 +157,9 @@ class Endpoint:
                 if error.code != 429 and error.code < 500:
                     raise ValueError(f"{self.base}{path} refuses the request with {reason}") from error
             except ValueError as error:
-                raise ValueError(f"{self.base}{path} does not answer in JSON ({error}); is it an API server?") from error
+                raise ValueError(
+                    f"{self.base}{path} does not answer in JSON ({error}); is it an API server?"
+                ) from error
             except OSError as error:  # no connection, a broken one, or time is up
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
         raise OSError(

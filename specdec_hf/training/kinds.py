@@ -74,8 +74,8 @@ def kind_of(source: str, wanted: str | None = None) -> str:
             found = name
     if wanted is not None and wanted != found:
         raise ValueError(
-            f"strategy={wanted!r}, but init_head={source!r} is a head of the kind {found!r}; leave the strategy out, or "
-            "name a head of that kind"
+            f"strategy={wanted!r}, but init_head={source!r} is a head of the kind {found!r}; leave the strategy out, "
+            "or name a head of that kind"
         )
     return found
 

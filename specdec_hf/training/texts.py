@@ -31,6 +31,8 @@ from .store import TokenStore
 
 PROMPTS = "prompts.jsonl"
 TURNS = "own-turns.json"
+OWN_PROMPTS = 2_000
+"""User turns that a target writes itself where nobody says how many."""
 
 
 def write_texts(
@@ -66,13 +68,11 @@ def write_texts(
     chat = check_chat(tokenizer, settings.system_prompt, settings.thinking)
     if settings.endpoint is not None and not chat:
         raise ValueError(
-            f"endpoint={settings.endpoint!r}, but the target's tokenizer has no chat template, so its answers cannot be "
-            "put into tokens; leave the endpoint out, or name the target's chat-tuned model"
+            f"endpoint={settings.endpoint!r}, but the target's tokenizer has no chat template, so its answers cannot "
+            "be put into tokens; leave the endpoint out, or name the target's chat-tuned model"
         )
     sampling = settings.draws()
-    about = provenance(
-        tokenizer, name, "as served" if settings.endpoint else dtype, settings.described(base), sampling
-    )
+    about = provenance(tokenizer, name, "as served" if settings.endpoint else dtype, settings.described(base), sampling)
     store = TokenStore(place, about)
     prompts = _prompts(tokenizer, load, settings, store, base, chat, say)
     written = sum(int(item.mask.sum()) for item in store)
@@ -167,9 +167,7 @@ def served_answers(
     """
     assert settings.endpoint is not None
     sampling = settings.draws()
-    server = Endpoint(
-        settings.endpoint, settings.endpoint_model, settings.api_key_variable, settings.concurrency
-    )
+    server = Endpoint(settings.endpoint, settings.endpoint_model, settings.api_key_variable, settings.concurrency)
     end = turn_end(tokenizer)
     before: dict[int, list[int]] = {}
 
@@ -178,8 +176,10 @@ def served_answers(
             tokenizer, prompts, sampling, store.done, vocab_size, settings.system_prompt, settings.thinking
         ):
             before[number] = ids
-            yield number, _with_system(prompts[number], settings.system_prompt), _options(
-                sampling, number, temperature, limit, settings.thinking
+            yield (
+                number,
+                _with_system(prompts[number], settings.system_prompt),
+                _options(sampling, number, temperature, limit, settings.thinking),
             )
 
     for number, reply in server.run(jobs()):
@@ -196,9 +196,7 @@ def _with_system(messages: Messages, system_prompt: str | None) -> Messages:
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _options(
-    sampling: Sampling, number: int, temperature: float, limit: int, thinking: bool | None
-) -> dict[str, Any]:
+def _options(sampling: Sampling, number: int, temperature: float, limit: int, thinking: bool | None) -> dict[str, Any]:
     options: dict[str, Any] = {"temperature": temperature, "max_tokens": limit, "seed": sampling.seed + number}
     if thinking is not None:
         options["chat_template_kwargs"] = {"enable_thinking": thinking}

@@ -366,8 +366,8 @@ def check_mask_token(head: Any, texts: list[Sequence]) -> None:
     count = 0 if mask is None else sum(int((item.ids == mask).sum()) for item in texts)
     if count:
         raise ValueError(
-            f"mask_token_id={mask}: the texts have this token {count} times, so it cannot mean an empty slot; choose an "
-            "id that the target never writes, or leave mask_token_id out for a trained vector of the head's own"
+            f"mask_token_id={mask}: the texts have this token {count} times, so it cannot mean an empty slot; choose "
+            "an id that the target never writes, or leave mask_token_id out for a trained vector of the head's own"
         )
 
 
