@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from tiny_chat import write_chat_target
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -114,6 +114,8 @@ def test_a_mask_token_that_occurs_in_the_texts_is_refused(chat_target: Path, tmp
         train_target(request, tmp_path / "out")
     assert not (tmp_path / "out" / "head").exists()
     assert TokenStore(tmp_path / "out" / "texts").load()
+    train_target(replace(request, head={}, train={"batch_size": 2}), tmp_path / "out")  # the texts are used again
+    assert (tmp_path / "out" / "head").exists()
 
 
 def test_shapes_follow_the_target() -> None:
@@ -155,4 +157,3 @@ def test_many_tokens_need_many_prompts(chat_target: Path) -> None:
     recipe = make_recipe(Request(str(chat_target), max_tokens=120_000, data={"system_prompt": "be kind"}))
     assert recipe["data"]["self_written"] == 1_000 and recipe["train"]["max_steps"] == 428
     assert recipe["data"]["sampling"] == {"max_new_tokens": 256, "max_prompt_tokens": 230}
-    assert torch.get_num_threads() == 1

@@ -276,7 +276,15 @@ def keep_answers(
         store.append(waiting, finished)
         waiting, finished, unreported, size = [], set(), 0, part_size
 
-    for done in rows:
+    source = iter(rows)
+    while True:
+        try:
+            done = next(source)
+        except StopIteration:
+            break
+        except BaseException:  # a server that is gone, or Ctrl-C: what is finished is kept
+            store.append(waiting, finished)
+            raise
         finished.add(done.number)
         answer, key = len(done.ids) - done.prompt_length, hash(tuple(done.ids))
         if answer >= MIN_ANSWER and key not in known:

@@ -12,6 +12,7 @@ from .data import check_chat, write_whole
 from .kinds import KINDS, kind_of
 from .recipe import run
 from .texts import resolve
+from .trainer import last_checkpoint
 
 TOKENS_PER_STEP = 280
 """The bundled head's run: 253,090 answer tokens and about 900 updates."""
@@ -151,17 +152,16 @@ def train_target(
     except ImportError as error:
         raise ImportError("training needs PyYAML; pip install 'specdec_hf[train]'") from error
     recipe, place = make_recipe(request, say), Path(output) / "recipe.yaml"
-    if place.is_file():
-        before = yaml.safe_load(place.read_text(encoding="utf-8"))
-        if before != recipe:
-            changed = sorted(
-                name for name in recipe if not isinstance(before, dict) or before.get(name) != recipe[name]
-            )
+    before = yaml.safe_load(place.read_text(encoding="utf-8")) if place.is_file() else None
+    if before is not None and before != recipe:
+        changed = [name for name in recipe if not isinstance(before, dict) or before.get(name) != recipe[name]]
+        # Before the first checkpoint only the texts are there, and they do not depend on how a head is trained.
+        if {"target", "data"} & set(changed) or last_checkpoint(output) is not None:
             raise ValueError(
                 f"{place} is of another run ({', '.join(changed)} differ); name another directory, give the same "
                 f"options to go on, or carry on with the file itself: specdec train {place} {output}"
             )
-    else:
+    if before != recipe:
         write_whole(place, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
         say(f"recipe: {place}")
     return run(place, output, say)

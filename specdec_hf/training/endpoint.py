@@ -10,7 +10,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -139,7 +139,7 @@ class Endpoint:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask(self, path: str, body: dict[str, Any] | None, sleep: Callable[[float], None] = time.sleep) -> Any:
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self.api_key_variable):
             headers["Authorization"] = f"Bearer {key}"
@@ -148,7 +148,7 @@ class Endpoint:
         reason = ""
         for attempt in range(self.retries + 1):
             if attempt:
-                sleep(self.pause * 2 ** (attempt - 1))
+                time.sleep(self.pause * 2 ** (attempt - 1))
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
                     return json.loads(response.read())
