@@ -153,6 +153,20 @@ def test_bad_options(options: list[str], message: str, chat_target: Path, tmp_pa
     assert not (tmp_path / "out" / "texts").exists()
 
 
+def test_texts_that_are_written_already(chat_target: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    done = invoke("data", "--target", chat_target, "--output", texts, "--self-written", 10, *QUICK)
+    assert done.exit_code == 0, (done.output, done.exception)
+    command = ("train", "--target", chat_target, "--output", tmp_path / "out", "--texts", texts, "--steps", 2,
+               "--set", "batch_size=2", "--set", "num_anchors=4")  # fmt: skip
+    done = invoke(*command)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "texts: 10" in done.output
+    assert (tmp_path / "out" / "head").is_dir() and not (tmp_path / "out" / "texts").exists()
+    assert "--temperature beside --texts" in str(invoke(*command, "--temperature", 0.5).exception)
+    assert "holds no texts" in str(invoke(*command[:6], tmp_path / "no", *command[7:]).exception)
+
+
 def test_many_tokens_need_many_prompts(chat_target: Path) -> None:
     recipe = make_recipe(Request(str(chat_target), max_tokens=120_000, data={"system_prompt": "be kind"}))
     assert recipe["data"]["self_written"] == 1_000 and recipe["train"]["max_steps"] == 428

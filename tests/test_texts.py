@@ -139,6 +139,7 @@ def test_thinking_goes_through_the_template() -> None:
     ids = [prompt_ids(tokenizer, [{"role": "user", "content": "hi"}], thinking=mode) for mode in (None, True, False)]
     assert [tokenizer.decode(one) for one in ids] == ["u:hi\na:", "u:hi\na:", "u:hi\na:no"]
     assert check_chat(tokenizer, thinking=False)
+    assert TextSettings(self_written=1, thinking=False).described(Path()) == {"self_written": 1, "thinking": False}
 
 
 # -- killed and started again -----------------------------------------------------------------------------------------
@@ -279,6 +280,7 @@ def test_a_target_that_writes_no_turns_says_so(tiny_target: Any, byte_tokenizer:
         ({"self_writen": 1}, "did you mean 'self_written'"),
         ({"self_written": 1, "sampling": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"self_written": 1, "sampling": {"temperature": 0}}, "greedy_share=1"),
+        ({"texts": "dir", "thinking": False}, "thinking=False beside texts"),
     ],
 )
 def test_bad_settings(fields: dict[str, Any], message: str) -> None:

@@ -45,6 +45,14 @@ _Concurrency = Annotated[int, typer.Option(min=1, help="Requests at a time.")]
 _KeyVariable = Annotated[str, typer.Option(help="Environment variable with the server's key.")]
 
 
+_OF_TEXTS = (
+    "prompts", "exclude", "dataset", "dataset_column", "dataset_split", "max_prompts", "self_written", "max_tokens",
+    "system_prompt", "thinking", "temperature", "greedy_share", "max_new_tokens", "max_prompt_tokens", "batch_size",
+    "endpoint", "endpoint_model", "concurrency", "api_key_variable",
+)  # fmt: skip
+"""Options about texts that are to be written."""
+
+
 def _sampling(
     temperature: float, greedy_share: float, new: int | None, prompt: int | None, batch: int, seed: int
 ) -> dict[str, Any]:
@@ -129,6 +137,9 @@ def train(
         int | None, typer.Option(min=1, help="Answer tokens to write. Default: 250000 on a CPU, else 2000000.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Updates. Default: a 280th of the tokens.")] = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="Directory that specdec data wrote; no other texts are written then.")
+    ] = None,
     prompts: _Prompts = None,
     exclude: _Exclude = None,
     dataset: _Dataset = None,
@@ -171,7 +182,7 @@ def train(
         )
     from .default_recipe import Request, train_target
 
-    texts = {
+    data = {
         "prompts": [str(one) for one in prompts or []], "exclude": [str(one) for one in exclude or []],
         "dataset": dataset, "dataset_column": dataset_column, "dataset_split": dataset_split if dataset else None,
         "max_prompts": max_prompts, "self_written": self_written, "system_prompt": system_prompt,
@@ -179,11 +190,17 @@ def train(
         "sampling": _sampling(temperature, greedy_share, max_new_tokens, max_prompt_tokens, batch_size, seed),
     }  # fmt: skip
     if endpoint is not None:
-        texts |= {"concurrency": concurrency, "api_key_variable": api_key_variable}
+        data |= {"concurrency": concurrency, "api_key_variable": api_key_variable}
+    if texts is not None:
+        if extra := [name for name in _OF_TEXTS if _was_given(context, name)]:
+            raise ValueError(
+                f"--{extra[0].replace('_', '-')} beside --texts {texts}: these are written already; leave one out"
+            )
+        data = {"texts": str(texts)}
     fields = {"seed": seed, **_pairs("--set", setting)}
     request = Request(
         target, None if strategy is None else strategy.value, init_head, max_tokens, steps, _pairs("--head", head),
-        texts, fields,
+        data, fields,
     )  # fmt: skip
     _print(train_target(request, output, _say))
 

@@ -11,6 +11,7 @@ from typing import Any
 from .data import check_chat, write_whole
 from .kinds import KINDS, kind_of
 from .recipe import run
+from .store import TokenStore
 from .texts import resolve
 from .trainer import last_checkpoint
 
@@ -99,17 +100,9 @@ def make_recipe(request: Request, say: Callable[[str], None] = lambda line: None
         KINDS[strategy].model.config_class.for_target(config, **head)  # refused before anything is written
     fast = torch.cuda.is_available()
     tokens = request.max_tokens or (2_000_000 if fast else 250_000)
-    data: dict[str, Any] = {"max_tokens": tokens, **_whole_paths(request.data)}
-    if not any(data.get(name) for name in ("prompts", "dataset", "docstring_prompts", "self_written")):
-        data["self_written"] = max(tokens // TOKENS_PER_PROMPT, 64)
-    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
-    given = data.get("sampling") or {}
-    answer = given.get("max_new_tokens", min(288, longest // 2))
-    data["sampling"] = {
-        "max_new_tokens": answer,
-        "max_prompt_tokens": min(230, longest - answer),
-        **given,
-    }
+    data = _data(request, config, tokens)
+    if "texts" in data:
+        tokens = sum(int(item.mask.sum()) for item in TokenStore(data["texts"]).load())
     check_chat(tokenizer, data.get("system_prompt"), data.get("thinking"))
     steps = request.steps or max(tokens // TOKENS_PER_STEP, 200)
     train: dict[str, Any] = {
@@ -127,6 +120,25 @@ def make_recipe(request: Request, say: Callable[[str], None] = lambda line: None
         train.setdefault("muon_lr", 0.01)  # a trained head needs smaller steps than a new one
         train.setdefault("lr", 1e-3)
     return {"target": _whole(request.target), "strategy": strategy, "data": data, "train": train}
+
+
+def _data(request: Request, config: Any, tokens: int) -> dict[str, Any]:
+    if request.data.get("texts") is not None:
+        if request.max_tokens is not None:
+            raise ValueError(f"max_tokens={tokens} beside texts that are written already; leave one out")
+        return {"texts": _whole(request.data["texts"])}
+    data: dict[str, Any] = {"max_tokens": tokens, **_whole_paths(request.data)}
+    if not any(data.get(name) for name in ("prompts", "dataset", "docstring_prompts", "self_written")):
+        data["self_written"] = max(tokens // TOKENS_PER_PROMPT, 64)
+    longest = int(getattr(config.get_text_config(), "max_position_embeddings", None) or 4096)
+    given = data.get("sampling") or {}
+    answer = given.get("max_new_tokens", min(288, longest // 2))
+    data["sampling"] = {
+        "max_new_tokens": answer,
+        "max_prompt_tokens": min(230, longest - answer),
+        **given,
+    }
+    return data
 
 
 def train_target(

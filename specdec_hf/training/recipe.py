@@ -49,7 +49,8 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         settings = TextSettings.of(recipe.get("data") or {})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    places = {"data": str(output / "texts"), "output": str(output)}
+    texts = output / "texts" if settings.texts is None else path.parent / settings.texts
+    places = {"data": str(texts), "output": str(output)}
     if cache := (recipe.get("train") or {}).get("feature_cache"):
         places["feature_cache"] = str(output / cache)
     config = TrainConfig.from_yaml(path, **places)
@@ -69,13 +70,16 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         head.bind(target)  # a head for another target is refused before any text is written
     if state.is_main_process:  # under accelerate launch the others wait; where that takes long, write the texts before
         name = recipe["target"] if recipe["target"] == "default" else hub_or_last(recipe["target"])
-        write_texts(name, tokenizer, lambda: target, settings, output / "texts", path.parent, say=say)
+        if settings.texts is None:
+            write_texts(name, tokenizer, lambda: target, settings, texts, path.parent, say=say)
+        elif (author := (TokenStore(texts).provenance or {}).get("target")) != name:
+            say(f"{texts} was written by {author!r}, not by {name!r}: right only if that is the same model")
     state.wait_for_everyone()
     say("training")
     resume = any(output.glob("checkpoint-*"))
     kind = KINDS[strategy]
     if head is None and kind.new is not None:
-        head = kind.new(target, config, TokenStore(output / "texts").load())
+        head = kind.new(target, config, TokenStore(texts).load())
     head, figures = train(target, config, head, resume=resume, say=say)
     if kind.finish is not None and state.is_main_process:
         kind.finish(head, target, config)

@@ -12,7 +12,7 @@ import hashlib
 import random
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class TextSettings:
     """What the target is to write; the section ``data`` of a recipe.
 
     Attributes:
+        texts: directory of texts that are written already (``specdec data``); no other field but this one then.
         prompts: JSONL files, relative to the recipe.
         exclude: JSONL files whose prompts must not be learned from (evaluation sets).
         dataset: name of a data set on the Hub (extra ``data``).
@@ -47,6 +48,7 @@ class TextSettings:
         sampling: fields of :class:`~specdec_hf.training.data.Sampling`.
     """
 
+    texts: str | None = None
     prompts: list[str] = field(default_factory=list)
     exclude: list[str] = field(default_factory=list)
     dataset: str | None = None
@@ -72,13 +74,30 @@ class TextSettings:
         for name in ("docstring_prompts", "self_written"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: a number of prompts is not negative; correct it")
-        if not (self.prompts or self.dataset or self.docstring_prompts or self.self_written):
+        if self.texts is not None:
+            if others := [name for name in self._given() if name != "texts"]:
+                raise ValueError(
+                    f"{others[0]}={getattr(self, others[0])!r} beside texts={self.texts!r}: these are written already; "
+                    "leave one out"
+                )
+        elif not (self.prompts or self.dataset or self.docstring_prompts or self.self_written):
             raise ValueError(
                 "no prompts: name files (prompts) or a data set (dataset), or let the target write its own "
                 "(self_written: how many)"
             )
         _known(self.sampling, Sampling, "sampling")
         self.draws()
+
+    def _given(self) -> dict[str, Any]:
+        """Fields that differ from their defaults."""
+        given = {}
+        for item in fields(self):
+            value, default = getattr(self, item.name), item.default
+            if item.default_factory is not MISSING:
+                default = item.default_factory()
+            if value is not default and value != default:
+                given[item.name] = value
+        return given
 
     def draws(self) -> Sampling:
         """``sampling`` as what it describes."""
@@ -92,11 +111,9 @@ class TextSettings:
 
     def described(self, base: Path) -> dict[str, Any]:
         """For the provenance: flat, files by name and digest. ``base`` is where relative files lie."""
-        told = {name: value for name, value in asdict(self).items() if value not in (None, [], {}, 0)}
+        told = self._given()
         for name in ("sampling", "max_tokens", "concurrency", "api_key_variable", "endpoint"):
             told.pop(name, None)  # more tokens are no other texts, nor are they from another address
-        if self.dataset is None:
-            told.pop("dataset_split")
         for name in ("prompts", "exclude"):
             if getattr(self, name):
                 told[name] = ", ".join(_digest(base / one) for one in getattr(self, name))
