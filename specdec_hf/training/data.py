@@ -9,7 +9,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,6 +170,7 @@ def write_user_turns(
     max_tokens: int = 120,
     system_prompt: str | None = None,
     place: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[str]:
     """User turns written by the target after its chat template's opening: different ones, readable, without loops.
 
@@ -180,6 +181,7 @@ def write_user_turns(
         max_tokens: turns that have not ended by then are left out.
         system_prompt: of the chat.
         place: file that keeps the turns written so far; an interrupted call goes on from there.
+        say: called with a line now and then.
 
     Returns:
         At most ``count`` turns; fewer if five times as many tries gave not enough different ones.
@@ -189,7 +191,7 @@ def write_user_turns(
     batch = text_batch(target, sampling.batch_size, len(before) + max_tokens, sampling.seed)
     known = json.loads(place.read_text(encoding="utf-8")) if place is not None and place.is_file() else {}
     turns = {normalised(text): text for text in known.get("turns", [])}
-    tried, step = known.get("tried", 0), min(8 * sampling.batch_size, 5 * count)
+    tried, step = known.get("tried", 0), min(4 * sampling.batch_size, 5 * count)
     while tried < 5 * count and len(turns) < count:
         jobs = ((number, before, 0.9, max_tokens) for number in range(tried, min(tried + step, 5 * count)))
         for done in sorted(batch.run(jobs, stop, loop_start), key=lambda row: row.number):
@@ -197,6 +199,7 @@ def write_user_turns(
             if done.stopped and not done.looped and is_readable(text) and len(turns) < count:
                 turns.setdefault(normalised(text), text)
         tried += step
+        say(f"{len(turns):,} of {count:,} user turns")
         if place is not None:
             write_whole(place, json.dumps({"tried": tried, "turns": list(turns.values())}, ensure_ascii=False))
     return list(turns.values())

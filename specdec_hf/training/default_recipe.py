@@ -10,6 +10,7 @@ from typing import Any
 
 from .data import check_chat, write_whole
 from .kinds import KINDS, kind_of
+from .placement import process_state
 from .recipe import run
 from .store import TokenStore
 from .texts import resolve
@@ -164,7 +165,9 @@ def train_target(
     except ImportError as error:
         raise ImportError("training needs PyYAML; pip install 'specdec_hf[train]'") from error
     recipe, place = make_recipe(request, say), Path(output) / "recipe.yaml"
+    state = process_state(bool(request.train.get("use_cpu")))
     before = yaml.safe_load(place.read_text(encoding="utf-8")) if place.is_file() else None
+    state.wait_for_everyone()
     if before is not None and before != recipe:
         changed = [name for name in recipe if not isinstance(before, dict) or before.get(name) != recipe[name]]
         # Before the first checkpoint only the texts are there, and they do not depend on how a head is trained.
@@ -173,9 +176,10 @@ def train_target(
                 f"{place} is of another run ({', '.join(changed)} differ); name another directory, give the same "
                 f"options to go on, or carry on with the file itself: specdec train {place} {output}"
             )
-    if before != recipe:
+    if before != recipe and state.is_main_process:
         write_whole(place, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
         say(f"recipe: {place}")
+    state.wait_for_everyone()
     return run(place, output, say)
 
 

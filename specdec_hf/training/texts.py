@@ -125,7 +125,7 @@ def _prompts(
         say(f"the target writes {settings.self_written} user turns")
         turns = write_user_turns(
             load(), tokenizer, settings.self_written, settings.draws(), system_prompt=settings.system_prompt,
-            place=store.path / TURNS,
+            place=store.path / TURNS, say=say,
         )  # fmt: skip
         say(f"{len(turns)} different ones can be used")
         prompts += [[{"role": "user", "content": text}] for text in turns]
@@ -225,8 +225,10 @@ def make_texts(
 
     source = resolve(target, say)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype: Any = torch.float32 if device == "cpu" else "auto"
+    # The number type of the file is fast on an accelerator; on a CPU float32 is, or right at least.
+    dtype = torch.float32 if device == "cpu" else getattr(config, "dtype", None) or torch.float32
     loaded: list[Any] = []
 
     def load() -> Any:
@@ -235,10 +237,9 @@ def make_texts(
             loaded.append(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval())
         return loaded[0]
 
-    config = AutoConfig.from_pretrained(source)
     store = write_texts(
-        hub_or_last(target), tokenizer, load, settings, Path(output), dtype="float32" if device == "cpu" else "auto",
-        vocab_size=config.get_text_config().vocab_size, say=say,
+        "default" if target == "default" else hub_or_last(target), tokenizer, load, settings, Path(output),
+        dtype=str(dtype).removeprefix("torch."), vocab_size=config.get_text_config().vocab_size, say=say,
     )  # fmt: skip
     texts = list(store)
     return {
