@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny_chat import write_chat_target
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from specdec_hf import DSparkConfig, DSparkDraftModel, MedusaHead, cli, enable_speculation, last_speculation
 from specdec_hf.training.default_recipe import Request, head_fields, make_recipe, train_target
 from specdec_hf.training.kinds import kind_of, load_head
-from specdec_hf.training.store import TokenStore
+from specdec_hf.training.store import Sequence, TokenStore
 
 runner = CliRunner()
 QUICK = ["--max-new-tokens", "60", "--max-prompt-tokens", "100", "--batch-size", "16"]
@@ -164,6 +165,12 @@ def test_texts_that_are_written_already(chat_target: Path, tmp_path: Path) -> No
     assert "texts: 10" in done.output
     assert (tmp_path / "out" / "head").is_dir() and not (tmp_path / "out" / "texts").exists()
     assert "--temperature beside --texts" in str(invoke(*command, "--temperature", 0.5).exception)
+    store = TokenStore(tmp_path / "foreign", {"target": "other"})
+    store.append([Sequence(torch.arange(280, 300), torch.ones(20).bool(), 0)], {0})
+    refused = invoke(*command[:4], tmp_path / "no", "--texts", tmp_path / "foreign", "--steps", 2)
+    assert "ids up to 299, but the target's vocabulary has 260" in str(refused.exception)
+    assert "was written by 'other', not by 'tiny-chat'" in refused.output
+    assert not (tmp_path / "no" / "head").exists()
     assert "holds no texts" in str(invoke(*command[:6], tmp_path / "no", *command[7:]).exception)
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from .progress import Progress
 from .store import Sequence, TokenStore
 
 Messages = list[dict[str, str]]
+PART_SECONDS = 60.0
+"""No more work than this is lost by a kill, but for answers that were not finished."""
 MIN_ANSWER = 8
 """Shorter answers are left out: they hold hardly a block."""
 
@@ -191,9 +194,11 @@ def write_user_turns(
     batch = text_batch(target, sampling.batch_size, len(before) + max_tokens, sampling.seed)
     known = json.loads(place.read_text(encoding="utf-8")) if place is not None and place.is_file() else {}
     turns = {normalised(text): text for text in known.get("turns", [])}
-    tried, step = known.get("tried", 0), min(4 * sampling.batch_size, 5 * count)
+    tried, size = known.get("tried", 0), sampling.batch_size
     while tried < 5 * count and len(turns) < count:
-        jobs = ((number, before, 0.9, max_tokens) for number in range(tried, min(tried + step, 5 * count)))
+        # As many tries as will probably do, but no small batches and none that a kill would lose much of.
+        step = min(max(3 * (count - len(turns)) // 2, size), 4 * size, 5 * count - tried)
+        jobs = ((number, before, 0.9, max_tokens) for number in range(tried, tried + step))
         for done in sorted(batch.run(jobs, stop, loop_start), key=lambda row: row.number):
             text = tokenizer.decode(done.ids[len(before) : -1], skip_special_tokens=True).strip()
             if done.stopped and not done.looped and is_readable(text) and len(turns) < count:
@@ -270,14 +275,15 @@ def keep_answers(
     waiting: list[Sequence] = []
     finished: set[int] = set()
     written = unreported = 0
-    size = first_part or part_size
+    size, last = first_part or part_size, time.monotonic()
 
     def flush() -> None:
-        nonlocal waiting, finished, unreported, size
+        nonlocal waiting, finished, unreported, size, last
         if progress is not None:
             progress.part(len(finished), unreported, sum(len(item.ids) for item in waiting))
         store.append(waiting, finished)
         waiting, finished, unreported, size = [], set(), 0, part_size
+        last = time.monotonic()
 
     source = iter(rows)
     while True:
@@ -297,7 +303,8 @@ def keep_answers(
             written += answer
             unreported += answer
         full = max_tokens is not None and written >= max_tokens
-        if full or len(finished) >= size:
+        late = size == part_size and time.monotonic() - last > PART_SECONDS
+        if full or len(finished) >= size or late:
             flush()
         if full:
             break

@@ -178,7 +178,7 @@ def train_target(
             )
     if before != recipe and state.is_main_process:
         write_whole(place, yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True))
-        say(f"recipe: {place}")
+        say(f"recipe: {place}" + ("" if before is None else " (replaced)"))
     state.wait_for_everyone()
     return run(place, output, say)
 
