@@ -204,6 +204,14 @@ def test_more_tokens_can_be_asked_for_later(chat_target: Path, questions: Path, 
     assert parts[0] not in TokenStore(tmp_path / "out").parts(), "a new part never takes the name of another"
 
 
+def test_parts_are_written_by_time_too(
+    chat_target: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_hf.training.data.PART_SECONDS", 0.0)
+    make_texts(str(chat_target), tmp_path / "out", TextSettings(prompts=[str(questions)], sampling=QUICK))
+    assert len(TokenStore(tmp_path / "out").parts()) > 10
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -125,7 +125,7 @@ class TokenStore:
         """
         sequences = list(self)
         if not sequences:
-            raise ValueError(f"{self.path} holds no texts; write some first: training.data.write_answers")
+            raise ValueError(f"{self.path} holds no texts; write some first: specdec data")
         return sequences
 
     def _read_provenance(self) -> dict[str, Any] | None:
