@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from . import __version__
-from .interop.commands import add_commands
+from .interop.commands import add_commands as add_file_commands
+from .training.commands import add_commands as add_training_commands
 
 app = typer.Typer(
     help="Speculative decoding for Hugging Face transformers.",
@@ -194,21 +195,8 @@ def calibrate(
         typer.echo(f"written: {save}")
 
 
-add_commands(app)
-
-
-@app.command()
-def train(
-    recipe: Annotated[Path, typer.Argument(help="YAML file of a recipe, e.g. configs/smollm2-135m.yaml.")],
-    output: Annotated[
-        Path, typer.Argument(help="Directory for texts, checkpoints and the head. Resumes what it holds.")
-    ],
-) -> None:
-    """Carry out a training recipe: the target answers prompts, a head is trained on the answers."""
-    from .training.recipe import run
-
-    for name, value in run(recipe, output, lambda line: typer.echo(line, err=True)).items():
-        typer.echo(f"{name}: {value}")
+add_file_commands(app)
+add_training_commands(app)
 
 
 def main() -> None:

@@ -36,10 +36,12 @@ class Conversation:
     Attributes:
         source: ``"name.jsonl:7"``, for messages.
         turns: at least one.
+        chat: the line is a chat (``messages``), which only a chat template can pass on.
     """
 
     source: str
     turns: list[Turn]
+    chat: bool = False
 
 
 def read_conversations(path: Path | str, limit: int | None = None) -> list[Conversation]:
@@ -63,16 +65,34 @@ def read_conversations(path: Path | str, limit: int | None = None) -> list[Conve
                 break
             if line.strip():
                 where = f"{path}, line {number}"
-                conversations.append(Conversation(f"{path.name}:{number}", _turns(_parse(line, where), where)))
+                conversations.append(conversation_of(_parse(line, where), where, f"{path.name}:{number}"))
     if not conversations:
         raise ValueError(f"{path} holds no prompts: it needs at least one line like {SHAPE}")
     return conversations
 
 
-def encode(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+def conversation_of(row: Any, where: str, source: str) -> Conversation:
+    """A conversation from a row like ``SHAPE``.
+
+    Args:
+        row: a dict with ``turns`` or ``messages``.
+        where: the row's place, for errors. source: its name, for messages.
+
+    Raises:
+        ValueError: the row has another shape.
+    """
+    return Conversation(source, _turns(row, where), chat=isinstance(row, dict) and not row.get("turns"))
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]], thinking: bool | None = None) -> Any:
     """Token ids [1, L] of a conversation, ready for the target's answer.
 
     With a chat template: through it. Without: the contents alone, joined by line breaks, for the model to continue.
+
+    Args:
+        tokenizer: the target's.
+        messages: roles and contents.
+        thinking: the template's ``enable_thinking``; ``None`` leaves it to the template.
 
     Raises:
         ValueError: the chat template refuses these messages.
@@ -81,9 +101,10 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
         return tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt")["input_ids"]
     from jinja2.exceptions import TemplateError
 
+    mode = {} if thinking is None else {"enable_thinking": thinking}
     try:
         return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True, **mode
         )["input_ids"]
     except TemplateError as error:
         roles = ", ".join(message["role"] for message in messages)

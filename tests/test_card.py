@@ -39,6 +39,7 @@ def test_what_is_known_is_in_it(tiny_target: Any) -> None:
         confidence_temperatures=[1.0, 1.5, 2.0, 2.5],
     )
     training = {
+        "data": {"prompts": "3 files", "thinking": False, "system_prompt": "be | brief", "temperature": 0.7},
         "config": {"learning_rate": 6e-4, "data": "/data/somewhere/prompts", "parts": [1]},
         "figures": {"texts": 12, "answer_tokens": 3456},
     }
@@ -58,6 +59,9 @@ def test_what_is_known_is_in_it(tiny_target: Any) -> None:
     for words in (
         "revision `abc`",
         "| learning_rate | 0.0006 |",
+        "| thinking | False |",
+        "| system_prompt | be \\| brief |",
+        "| temperature | 0.7 |",
         "| data | prompts |",
         "| answer_tokens | 3456 |",
         "| gsm8k | 0 | 40 | 3.21 |",

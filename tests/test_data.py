@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
 
-from specdec_hf.training.batching import ContinuousBatch
+from specdec_hf.training.batching import ContinuousBatch, PlainBatch, text_batch
 from specdec_hf.training.data import (
     Sampling,
+    first_loop,
     loop_start,
     opening,
     provenance,
-    read_prompts,
     write_answers,
     write_user_turns,
 )
+from specdec_hf.training.sources import TextSettings, given_prompts
 from specdec_hf.training.store import Sequence, TokenStore, draft_vocabulary
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
 
 
 def text(length: int, answer: int, source: int = 0) -> Sequence:
@@ -56,12 +62,13 @@ def test_prompts_leave_out_the_evaluation_sets(tmp_path):
         "\n".join(json.dumps({"turns": [turn]}) for turn in ("What is 2 + 2?", "what is 2+2", "Name a tree."))
     )
     held.write_text(json.dumps({"turns": ["name a TREE"]}))
-    assert read_prompts([one], [held], suffix="") == ["What is 2 + 2?"]
+    settings = TextSettings(prompts=["one.jsonl"], exclude=["held.jsonl"])
+    assert given_prompts(settings, tmp_path, True) == [user("What is 2 + 2?")]
     with pytest.raises(ValueError, match="no prompt is left"):
-        read_prompts([held], [held])
+        given_prompts(TextSettings(prompts=["held.jsonl"], exclude=["held.jsonl"]), tmp_path, True)
     one.write_text('{"turns": ["good"]}\n{bad\n')
     with pytest.raises(ValueError, match=r"one\.jsonl, line 2"):
-        read_prompts([one])
+        given_prompts(settings, tmp_path, True)
 
 
 def test_loops_are_found():
@@ -70,6 +77,11 @@ def test_loops_are_found():
     assert loop_start([5, *[7] * 16]) == 5
     copied = [*range(50), *range(10, 34)]
     assert loop_start(copied) == 50
+    rng = random.Random(0)
+    for _ in range(300):
+        answer = [rng.randrange(rng.choice([2, 5, 90])) for _ in range(60)] * rng.choice([1, 2])
+        starts = (loop_start(answer[:length]) for length in range(1, len(answer) + 1))
+        assert first_loop(answer) == next((start for start in starts if start is not None), None)
 
 
 def test_draft_vocabulary():
@@ -111,6 +123,21 @@ def test_continuous_batch_refuses_sliding_windows(tiny_target):
         ContinuousBatch(tiny_target("gemma2"), 4, 16)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral", "qwen3_moe"])
+def test_any_family_writes(tiny_target, family):
+    target = tiny_target(family)
+    batch = text_batch(target, 4, 24)
+    assert isinstance(batch, PlainBatch) == (family in ("gemma2", "mistral"))
+    jobs = [(number, torch.randint(3, 96, (3 + number % 3,)).tolist(), 0.0, 6 + number % 4) for number in range(9)]
+    done = {row.number: row for row in batch.run(jobs, {2}, lambda answer: None)}
+    for number, ids, _, limit in jobs:
+        assert (
+            done[number].ids == target.generate(torch.tensor([ids]), max_new_tokens=limit, do_sample=False)[0].tolist()
+        )
+    drawn = [[row.ids for row in batch.run([(7, [5], 1.0, 8)], set(), lambda answer: None)] for _ in range(2)]
+    assert drawn[0] == drawn[1]
+
+
 def test_answers_and_user_turns(tiny_target, byte_tokenizer, tmp_path):
     target = tiny_target(vocab_size=260, spread=1.5)
     before, after = opening(byte_tokenizer)
@@ -118,8 +145,8 @@ def test_answers_and_user_turns(tiny_target, byte_tokenizer, tmp_path):
     sampling = Sampling(batch_size=8, max_new_tokens=20, max_prompt_tokens=60, seed=3)
     turns = write_user_turns(target, byte_tokenizer, 3, sampling, max_tokens=200)
     assert len(set(turns)) == len(turns)
-    prompts = [f"question {number}" for number in range(20)]
-    about = provenance(target, byte_tokenizer, sampling, "test")
+    prompts = [user(f"question {number}") for number in range(20)]
+    about = provenance(byte_tokenizer, "tiny", "float32", {"prompts": "test"}, sampling)
     store = TokenStore(tmp_path, about)
     first = write_answers(target, byte_tokenizer, prompts, store, sampling, max_tokens=60, part_size=4)
     assert 60 <= first < 200 and 0 < len(store.done) < 20

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TAGS = ("speculative-decoding", "dspark")
 TRAINING_FILE = "training.json"
-"""What training left beside the head, if it did: ``{"config": {...}, "figures": {...}}``."""
+"""What training left beside the head, if it did: ``{"data": {...}, "config": {...}, "figures": {...}}``."""
 EVALUATION_FILE = "eval.json"
 """What ``specdec eval`` wrote, if somebody put it beside the head."""
 
@@ -124,7 +124,7 @@ def _training(record: dict[str, Any] | None) -> str:
     if not record:
         return "Not recorded."
     lines = [f"As `{TRAINING_FILE}`, which training wrote beside the weights, says:", ""]
-    for section in ("config", "figures"):
+    for section in ("data", "config", "figures"):
         flat = record.get(section)
         if isinstance(flat, dict):
             rows = [(name, _cell(value)) for name, value in flat.items() if not isinstance(value, (dict, list))]

@@ -7,8 +7,10 @@ Letters: B slots, C capacity, T tokens of one call, H query and Hkv key heads, h
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ class Row:
         ids: prompt and what has been written.
         prompt_length: leading ids that are the prompt.
         stopped: whether it ended with a stop id.
+        looped: whether it was cut because it repeated itself.
     """
 
     number: int
@@ -40,8 +43,12 @@ class Row:
     limit: int
     prompt_length: int = field(init=False)
     stopped: bool = False
+    looped: bool = False
+    seed: int = 0
+    dice: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
+        self.dice = random.Random(f"{self.seed}/{self.number}/dice")  # its draws are the same in any company
         self.ids = list(self.ids)  # the caller keeps its own
         self.prompt_length = len(self.ids)
 
@@ -90,7 +97,7 @@ class ContinuousBatch:
         target: a causal language model with full attention in all layers.
         slots: B.
         capacity: C, most tokens of a text with its prompt.
-        seed: of the draws.
+        seed: of the draws, which depend on it and on a job's number alone.
 
     Raises:
         ValueError: the model has sliding or other special attention; pass its texts as JSONL instead.
@@ -104,8 +111,7 @@ class ContinuousBatch:
                 f"{type(target).__name__} has special attention ({', '.join(sorted(kinds))}); continuous "
                 "batches need full attention in all layers. Write its texts elsewhere and pass them as JSONL."
             )
-        self.target, self.slots, self.capacity = target, slots, capacity
-        self.generator = torch.Generator(device=target.device).manual_seed(seed)
+        self.target, self.slots, self.capacity, self.seed = target, slots, capacity, seed
 
     @torch.no_grad()
     def run(self, jobs: Iterable[Job], stop: set[int], loop: Callable[[list[int]], int | None]) -> Iterator[Row]:
@@ -131,7 +137,7 @@ class ContinuousBatch:
         while more or any(rows):
             free = [slot for slot, row in enumerate(rows) if row is None]
             if more and (len(free) >= REFILL or len(free) == self.slots):
-                new = [Row(*job) for _, job in zip(free, jobs, strict=False)]
+                new = [Row(*job, seed=self.seed) for job in islice(jobs, len(free))]
                 more = len(new) == len(free)
                 self._read(new, free, rows, store)
             if not any(rows):
@@ -144,6 +150,7 @@ class ContinuousBatch:
                 answer = row.ids[row.prompt_length :]
                 keep = loop(answer)
                 if keep is not None:
+                    row.looped = True
                     del row.ids[row.prompt_length + keep :]
                 row.stopped = token in stop
                 if row.stopped or keep is not None or len(answer) >= row.limit or len(row.ids) >= self.capacity:
@@ -176,9 +183,83 @@ class ContinuousBatch:
         drawn = (warm > 0).nonzero()[:, 0]
         if len(drawn):
             mass = (logits[drawn] / warm[drawn, None]).softmax(-1).cumsum(-1)
-            dice = torch.rand(len(drawn), 1, generator=self.generator, device=device) * mass[:, -1:]
+            numbers = [rows[slot].dice.random() for slot in drawn.tolist()]
+            dice = torch.tensor(numbers, device=device)[:, None] * mass[:, -1:]
             chosen[drawn] = torch.searchsorted(mass, dice)[:, 0].clamp(max=logits.shape[-1] - 1)
         return chosen.tolist()
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.target.get_decoder()(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+
+class PlainBatch:
+    """The same for any target that ``generate()`` works with: groups of B prompts, each as slow as its longest answer.
+
+    Args:
+        target: a causal language model.
+        slots: B.
+        capacity: as in :class:`ContinuousBatch`.
+        seed: of the draws; those of a group depend on it and on the number of its first job.
+    """
+
+    def __init__(self, target: Any, slots: int, capacity: int, seed: int = 0) -> None:
+        self.target, self.slots, self.capacity, self.seed = target, slots, capacity, seed
+
+    @torch.no_grad()
+    def run(self, jobs: Iterable[Job], stop: set[int], loop: Callable[[list[int]], int | None]) -> Iterator[Row]:
+        """As :meth:`ContinuousBatch.run`; loops are cut from finished texts."""
+        source = iter(jobs)
+        while group := [Row(*job) for job in islice(source, self.slots)]:
+            for temperature in sorted({row.temperature for row in group}):
+                rows = [row for row in group if row.temperature == temperature]
+                self._answer(rows, stop)
+                for row in rows:
+                    answer = row.ids[row.prompt_length :]
+                    for length in range(1, len(answer) + 1):
+                        if (keep := loop(answer[:length])) is not None:
+                            row.looped, row.stopped = True, False
+                            del row.ids[row.prompt_length + keep :]
+                            break
+                    yield row
+
+    def _answer(self, rows: list[Row], stop: set[int]) -> None:
+        longest = max(row.prompt_length for row in rows)
+        limit = min(max(row.limit for row in rows), self.capacity - longest)
+        if limit < 1:
+            raise ValueError(f"a prompt of {longest} tokens leaves no room in {self.capacity}; leave it out")
+        device, filler = self.target.device, min(stop, default=0)
+        ids = torch.tensor([[filler] * (longest - row.prompt_length) + row.ids for row in rows], device=device)
+        gaps = torch.tensor([longest - row.prompt_length for row in rows], device=device)
+        mask = (torch.arange(longest, device=device) >= gaps[:, None]).long()
+        warm = rows[0].temperature
+        drawing = {"do_sample": True, "temperature": warm, "top_k": 0, "top_p": 1.0} if warm else {"do_sample": False}
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(random.Random(f"{self.seed}/{rows[0].number}").getrandbits(32))
+            out = self.target.generate(
+                ids, attention_mask=mask, max_new_tokens=limit, pad_token_id=filler,
+                eos_token_id=sorted(stop) or None, **drawing,
+            )  # fmt: skip
+        for row, new in zip(rows, out[:, longest:].tolist(), strict=True):
+            end = next((place + 1 for place, token in enumerate(new) if token in stop), len(new))
+            row.ids += new[: min(end, row.limit)]
+            row.stopped = row.ids[-1] in stop and len(row.ids) > row.prompt_length
+
+
+def text_batch(target: Any, slots: int, capacity: int, seed: int = 0) -> ContinuousBatch | PlainBatch:
+    """A :class:`ContinuousBatch` if this target's first tokens come out right with it, else a :class:`PlainBatch`."""
+    try:
+        batch = ContinuousBatch(target, slots, capacity, seed)
+    except ValueError:
+        return PlainBatch(target, slots, capacity, seed)
+    ids = list(range(3, 9))
+    try:
+        row = next(ContinuousBatch(target, 2, 16).run([(0, ids, 0.0, 4)], set(), lambda answer: None))
+    except (TypeError, AttributeError, RuntimeError, IndexError, KeyError, ValueError):
+        # Layers of a kind that the slots do not know fail in ways of their own; generate() knows them.
+        return PlainBatch(target, slots, capacity, seed)
+    with torch.no_grad():
+        logits = target(torch.tensor([row.ids[:-1]], device=target.device)).logits[0, len(ids) - 1 :].float()
+    chosen = torch.tensor(row.ids[len(ids) :], device=target.device)
+    short = logits.max(-1).values - logits.gather(-1, chosen[:, None])[:, 0]
+    return batch if bool((short <= 0.05 * logits.std(-1)).all()) else PlainBatch(target, slots, capacity, seed)

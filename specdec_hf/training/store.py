@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 PROVENANCE = "provenance.json"
@@ -60,11 +60,20 @@ class TokenStore:
                 "or remove this one to start anew"
             )
         self.provenance = provenance if known is None else known["made_by"]
-        self.done: set[int] = set() if known is None else set(known["done"])
+        # Prompts with a text are read from the parts: a part may be there without a note of it, or be taken away.
+        self._without_text: set[int] = set() if known is None else set(known["done"])
+        self.done: set[int] = self._without_text | self._answered()
 
     def parts(self) -> list[Path]:
         """Files of the store, in order of writing."""
         return sorted(self.path.glob("part-*.safetensors"))
+
+    def begin(self) -> None:
+        """Note what makes the texts, before there are any."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"made_by": self.provenance, "done": sorted(self._without_text)}, indent=1)
+        (self.path / (PROVENANCE + ".tmp")).write_text(text, encoding="utf-8")
+        os.replace(self.path / (PROVENANCE + ".tmp"), self.path / PROVENANCE)
 
     def append(self, sequences: list[Sequence], done: set[int]) -> None:
         """Write one part and note that the prompts ``done`` need no further answer.
@@ -74,17 +83,29 @@ class TokenStore:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if sequences:
+            if not (self.path / PROVENANCE).is_file():
+                self.begin()
             tensors = _pack(sequences)
             need = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + 65_536
             if (free := shutil.disk_usage(self.path).free) < need:
                 raise OSError(f"{self.path} has {free:,} bytes free and the next part needs {need:,}; free some room")
-            place = self.path / f"part-{len(self.parts()):05d}.safetensors"
+            number = max((int(part.stem.split("-")[1]) for part in self.parts()), default=-1) + 1
+            place = self.path / f"part-{number:05d}.safetensors"
             save_file(tensors, place.with_suffix(".tmp"))
             os.replace(place.with_suffix(".tmp"), place)
+        self._without_text |= done - {item.source for item in sequences}
         self.done |= done
-        text = json.dumps({"made_by": self.provenance, "done": sorted(self.done)}, indent=1)
-        (self.path / (PROVENANCE + ".tmp")).write_text(text, encoding="utf-8")
-        os.replace(self.path / (PROVENANCE + ".tmp"), self.path / PROVENANCE)
+        self.begin()
+
+    def _answered(self) -> set[int]:
+        found: set[int] = set()
+        for part in self.parts():
+            try:
+                with safe_open(part, "pt") as tensors:
+                    found.update(tensors.get_tensor("sources").tolist())
+            except SafetensorError as error:
+                raise _unreadable(part, error) from error
+        return found
 
     def __iter__(self) -> Iterator[Sequence]:
         for part in self.parts():
@@ -92,7 +113,7 @@ class TokenStore:
                 tensors = load_file(part)
                 offsets, sources = tensors["offsets"].tolist(), tensors["sources"].tolist()
             except (SafetensorError, KeyError) as error:
-                raise ValueError(f"{part} cannot be read ({error}); remove it, and its texts are made again") from error
+                raise _unreadable(part, error) from error
             for start, end, source in zip(offsets[:-1], offsets[1:], sources, strict=True):
                 yield Sequence(tensors["ids"][start:end].long(), tensors["mask"][start:end].bool(), source)
 
@@ -104,7 +125,7 @@ class TokenStore:
         """
         sequences = list(self)
         if not sequences:
-            raise ValueError(f"{self.path} holds no texts; write some first: training.data.write_answers")
+            raise ValueError(f"{self.path} holds no texts; write some first: specdec data")
         return sequences
 
     def _read_provenance(self) -> dict[str, Any] | None:
@@ -117,6 +138,10 @@ class TokenStore:
         except (ValueError, KeyError) as error:
             raise ValueError(f"{file} cannot be read ({error}); remove {self.path} to start anew") from error
         return known
+
+
+def _unreadable(part: Path, error: Exception) -> ValueError:
+    return ValueError(f"{part} cannot be read ({error}); remove it, and its texts are made again")
 
 
 def _pack(sequences: list[Sequence]) -> dict[str, torch.Tensor]:

@@ -20,12 +20,12 @@ from .._hf import check_trackers, train_on_one_device
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from ..targets import norm_scale
 from .features import FeatureCache, target_features
-from .kinds import objective_of
+from .kinds import load_head, objective_of
 from .losses import LossWeights
 from .optim import MuonAdamW
 from .placement import place_target, process_state
 from .rows import TextDataset, collate, load_texts, split_texts
-from .store import Sequence, draft_vocabulary
+from .store import Sequence, TokenStore, draft_vocabulary
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class TrainConfig:
         data: directory of a :class:`~specdec_hf.training.store.TokenStore`.
         output: directory for checkpoints; the head itself is written to ``output/head``.
         head: fields of :class:`DSparkConfig` that differ from what is derived from the target.
-        init_head: directory or Hub name of a head to go on with (fine-tuning), this package's or DeepSpec's; ``head``
-            must be empty then.
+        init_head: directory or Hub name of a head to go on with (fine-tuning), of any kind, this package's or
+            DeepSpec's; ``head`` must be empty then.
         loss: fields of :class:`LossWeights`.
         early_loss: the same for the first ``early_share`` of the steps (cross entropy moves an untrained head faster).
         max_steps, gradient_accumulation, num_anchors: size of the run.
@@ -356,6 +356,21 @@ def freeze_copies(head: DSparkDraftModel, target: Any) -> None:
             own.weight.requires_grad_(False)
 
 
+def check_mask_token(head: Any, texts: list[Sequence]) -> None:
+    """Refuse texts that hold the head's mask token: a block could not tell it from a slot that is to be filled.
+
+    Raises:
+        ValueError: a text has it.
+    """
+    mask = getattr(head.config, "mask_token_id", None)
+    count = 0 if mask is None else sum(int((item.ids == mask).sum()) for item in texts)
+    if count:
+        raise ValueError(
+            f"mask_token_id={mask}: the texts have this token {count} times, so it cannot mean an empty slot; choose "
+            "an id that the target never writes, or leave mask_token_id out for a trained vector of the head's own"
+        )
+
+
 def train(
     target: Any,
     config: TrainConfig,
@@ -379,7 +394,7 @@ def train(
         The head, and figures: texts, answer tokens, vocabulary coverage, last losses.
 
     Raises:
-        ValueError: no texts, texts of another vocabulary, or a head for another target.
+        ValueError: no texts, texts of another vocabulary or with the head's mask token, or a head for another target.
         OSError: the feature cache does not fit on the disk.
     """
     check_trackers(config.report_to)
@@ -388,9 +403,10 @@ def train(
     learned, held_out = split_texts(texts, config.validation, config.seed)
     coverage = math.nan
     if head is None and config.init_head is not None:
-        head = DSparkDraftModel.from_pretrained(config.init_head, dtype=torch.float32)
+        head = load_head(config.init_head)
     elif head is None:
         head, coverage = new_head(target, config, [texts[index] for index in learned])
+    check_mask_token(head, texts)
     place_target(target.eval(), state.device, config.shard_target)
     head.bind(target).to(target.device, torch.float32).train()
     freeze_copies(head, target)
@@ -417,7 +433,8 @@ def train(
     head.eval()
     if trainer.is_world_process_zero():
         head.save_pretrained(Path(config.output) / "head")
-        record = {"figures": figures, "config": asdict(config)}
+        about = TokenStore(config.data).provenance or {}
+        record = {"data": about, "figures": figures, "config": asdict(config)}
         text = json.dumps(record, indent=1, default=str) + "\n"
         (Path(config.output) / "head" / "training.json").write_text(text, encoding="utf-8")
         if config.push_to_hub is not None:
