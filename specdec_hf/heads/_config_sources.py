@@ -49,7 +49,7 @@ def words_for_damage(where: str) -> Iterator[None]:
 
 
 class DamageInWords:
-    """Mixin before ``PretrainedConfig``: a ``config.json`` of junk is a ValueError in words, and names no code to run."""
+    """Mixin before ``PretrainedConfig``: a ``config.json`` of junk is a ValueError in words, and names no code."""
 
     @classmethod
     def get_config_dict(
