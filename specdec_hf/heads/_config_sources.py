@@ -48,6 +48,27 @@ def words_for_damage(where: str) -> Iterator[None]:
         raise ValueError(f"{where}: config.json is damaged ({what}); download the head again") from error
 
 
+class DamageInWords:
+    """Mixin before ``PretrainedConfig``: a ``config.json`` of junk is a ValueError in words, and names no code."""
+
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """As in transformers, without ``auto_map``: our classes need no foreign code."""
+        with words_for_damage(str(pretrained_model_name_or_path)):
+            fields, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)  # type: ignore[misc]
+            if not isinstance(fields.get("model_type", ""), str):
+                raise TypeError(f"model_type is {fields['model_type']!r}")
+            return {name: value for name, value in fields.items() if name != "auto_map"}, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers; raises ValueError for values that are not of a field's type."""
+        with words_for_damage(str(config_dict.get("_name_or_path") or "a configuration")):
+            return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+
 def translate_config(fields: dict[str, Any], where: str, model_type: str, names: list[str]) -> dict[str, Any]:
     """Fields of a ``config.json`` in our names: ours as they are, DeepSpec's translated, anything else refused.
 

@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils import cached_file
 
+from ._loading import tensor_shapes
+
 _FILES = ("medusa_lm_head.safetensors", "medusa_head.safetensors", "medusa_lm_head.pt", "medusa_head.pt")
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)\Z")
 
@@ -50,9 +52,12 @@ def read_original(source: str, file: str, hub: dict[str, Any]) -> tuple[dict[str
     """
     path = os.path.join(os.path.dirname(file), "config.json")
     path = path if os.path.isfile(path) else cached_file(source, "config.json", **hub)
-    with open(path, encoding="utf-8") as stream:
-        config = json.load(stream)
-    heads, layers = config.get("medusa_num_heads"), config.get("medusa_num_layers", 1)
+    try:
+        with open(path, encoding="utf-8") as stream:
+            config = json.load(stream)
+        heads, layers = config.get("medusa_num_heads"), config.get("medusa_num_layers", 1)
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}); download the head again") from error
     if not isinstance(heads, int) or not isinstance(layers, int):
         raise ValueError(f"{path} has no medusa_num_heads; it is not the config.json of a Medusa checkpoint")
     tensors: dict[str, torch.Tensor] = {}
@@ -75,6 +80,7 @@ def read_original(source: str, file: str, hub: dict[str, Any]) -> tuple[dict[str
 
 def _tensors(file: str) -> dict[str, torch.Tensor]:
     if file.endswith(".safetensors"):
+        tensor_shapes([file])  # damage in words
         return load_file(file)
     warnings.warn(
         f"{os.path.basename(file)} is a pickle. It is read with weights_only=True, which runs no code from it; "

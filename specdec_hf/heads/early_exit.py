@@ -20,9 +20,9 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from ._borrowed import BorrowedTarget, check_target, text_config
-from ._config_sources import shape_of_target
+from ._config_sources import DamageInWords, shape_of_target
 from ._layers import DSparkRMSNorm
-from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
+from ._loading import HUB_KEYWORDS, check_digests, check_values, compare_tensors, tensor_shapes, weight_files
 from ._vocabulary import DraftVocabulary
 
 __all__ = ["EarlyExitConfig", "EarlyExitHead"]
@@ -36,7 +36,7 @@ _INTEGERS = {
 }
 
 
-class EarlyExitConfig(PretrainedConfig):
+class EarlyExitConfig(DamageInWords, PretrainedConfig):
     """Configuration of an :class:`EarlyExitHead`.
 
     Args:
@@ -236,7 +236,9 @@ class EarlyExitHead(DraftVocabulary, PreTrainedModel):
         config = copy.deepcopy(config) if config is not None else EarlyExitConfig.from_pretrained(source, **hub)
         with torch.device("meta"):
             expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        compare_tensors(expected, tensor_shapes(weight_files(source, kwargs.get("variant"), hub)), source)
+        files = weight_files(source, kwargs.get("variant"), hub)
+        check_digests(files)
+        compare_tensors(expected, tensor_shapes(files), source)
         kwargs["use_safetensors"] = True
         loaded = super().from_pretrained(source, *model_args, config=config, **kwargs)
         head = loaded[0] if isinstance(loaded, tuple) else loaded

@@ -19,16 +19,17 @@ from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedMode
 from transformers import initialization as init
 
 from ._borrowed import BorrowedTarget, check_target
-from ._config_sources import shape_of_target
-from ._loading import HUB_KEYWORDS, check_values, compare_tensors, tensor_shapes, weight_files
+from ._config_sources import DamageInWords, shape_of_target
+from ._loading import HUB_KEYWORDS, check_digests, check_values, compare_tensors, tensor_shapes, weight_files
 from ._medusa_checkpoints import find_original, read_original
+from ._vocabulary import DraftVocabulary
 
 __all__ = ["MedusaConfig", "MedusaHead"]
 
 _GUESSED = (0.55, 0.7, 0.35)  # of the first head's best guess; a head more; a rank more
 
 
-class MedusaConfig(PretrainedConfig):
+class MedusaConfig(DamageInWords, PretrainedConfig):
     """Configuration of :class:`MedusaHead`.
 
     Args:
@@ -165,7 +166,7 @@ class ResidualBlock(nn.Module):
         return hidden + nn.functional.silu(self.linear(hidden))
 
 
-class MedusaHead(PreTrainedModel):
+class MedusaHead(DraftVocabulary, PreTrainedModel):
     """K guessing heads for one target.
 
     ``from_pretrained`` reads this package's directories and the original Medusa's: a ``config.json`` with
@@ -229,16 +230,24 @@ class MedusaHead(PreTrainedModel):
         hub = {name: kwargs[name] for name in HUB_KEYWORDS if kwargs.get(name) is not None}
         if (file := find_original(source, hub)) is not None:
             fields, tensors = read_original(source, file, hub)
-            head = cls(MedusaConfig(**fields)).to(kwargs.get("dtype") or kwargs.get("torch_dtype") or torch.float32)
-            compare_tensors(_shapes(head), {name: tuple(tensor.shape) for name, tensor in tensors.items()}, file)
+            config = MedusaConfig(**fields)
+            with torch.device("meta"):
+                expected = _shapes(cls(config))
+            compare_tensors(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, file)
+            head = cls(config).to(kwargs.get("dtype") or kwargs.get("torch_dtype") or torch.float32)
             head.load_state_dict(tensors)
         else:
             config = kwargs.get("config") or MedusaConfig.from_pretrained(source, **hub)
             with torch.device("meta"):
                 expected = _shapes(cls(config))
-            compare_tensors(expected, tensor_shapes(weight_files(source, kwargs.get("variant"), hub)), source)
+            files = weight_files(source, kwargs.get("variant"), hub)
+            check_digests(files)
+            compare_tensors(expected, tensor_shapes(files), source)
             head = super().from_pretrained(source, *model_args, **{**kwargs, "use_safetensors": True})
-        check_values(head[0] if isinstance(head, tuple) else head, source)
+        loaded = head[0] if isinstance(head, tuple) else head
+        check_values(loaded, source)
+        if loaded.config.has_reduced_vocab and loaded.d2t.device.type != "meta":
+            loaded._check_draft_ids(loaded.draft_token_ids())
         return head.eval() if isinstance(head, nn.Module) else head
 
     def bind(self, target: nn.Module) -> MedusaHead:
@@ -251,23 +260,6 @@ class MedusaHead(PreTrainedModel):
             check_target(self.config, target)
             self._borrowed = BorrowedTarget(target)
         return self
-
-    def draft_token_ids(self) -> torch.Tensor:
-        """[Vd] target ids that the heads can guess, ascending."""
-        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
-        return ids + self.d2t if self.config.has_reduced_vocab else ids
-
-    def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
-        """Choose the Vd target ids that the heads guess from (before training).
-
-        Raises:
-            ValueError: not reduced, or not Vd different ids below V.
-        """
-        size = self.config.draft_vocab_size
-        ids = target_ids.to(self.device, torch.int64).unique()
-        if not self.config.has_reduced_vocab or len(ids) != size or int(ids[-1]) >= self.config.vocab_size:
-            raise ValueError(f"the draft vocabulary must be {size} different target ids below {self.config.vocab_size}")
-        self.d2t.copy_(ids - torch.arange(size, device=ids.device))
 
     def forward(self, hidden_states: torch.Tensor, head: int | None = None) -> torch.Tensor:
         """Logits of the guesses.

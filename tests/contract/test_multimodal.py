@@ -136,6 +136,7 @@ def test_rows_that_end_early_and_several_answers(strategy: str, family: str) -> 
         head=assistant(strategy, model, "sometimes"),
     )
     assert outcome.speculative.shape[0] == 4
+    assert outcome.stats.drafted > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
@@ -148,7 +149,8 @@ def test_a_second_turn_about_the_image(strategy: str, family: str) -> None:
     following: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if family.startswith("qwen"):
         following |= {"image_grid_thw": inputs["image_grid_thw"], "mm_token_type_ids": (ids == IMAGE).int()}
-    compare(model, lambda: {**following, **SETTINGS, CACHE_KEY: next(caches)}, strategy, head=head)
+    second = compare(model, lambda: {**following, **SETTINGS, CACHE_KEY: next(caches)}, strategy, head=head)
+    assert second.stats.drafted > 0
 
 
 @pytest.mark.parametrize("family", ["llava"])

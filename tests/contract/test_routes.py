@@ -134,7 +134,8 @@ def test_enable_and_disable(strategy: str, tmp_path: Path) -> None:
 def test_loading_with_speculation(strategy: str, tmp_path: Path) -> None:
     fresh_target("qwen3", seed=1).save_pretrained(tmp_path)
     model = SpeculativeModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    compare(model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
+    outcome = compare(model, lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
+    assert outcome.stats.drafted > 0
     assert isinstance(SpeculativeModelForCausalLM.from_config(model.config), SpeculativeGenerationMixin)
     with pytest.raises(TypeError, match="from_pretrained"):
         SpeculativeModelForCausalLM()
@@ -148,6 +149,7 @@ def test_copies_of_an_enabled_model(strategy: str, way: str) -> None:
     assert other is not model
     outcome = compare(other, lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
     assert outcome.plain.tolist() == model.generate(prompt(), **SETTINGS).tolist()
+    assert outcome.stats.drafted > 0
 
 
 def test_a_call_may_follow_one_that_failed(strategy: str) -> None:
@@ -172,6 +174,7 @@ def test_install_nests_and_leaves_nothing_behind(strategy: str) -> None:
     install()
     with install():
         assert model.generate(prompt(), **SETTINGS, assistant_model=head).tolist() == expected
+        assert last_speculation(model).drafted > 0
     assert GenerationMixin.generate is not original
     assert model.generate(prompt(), **SETTINGS, assistant_model=head).tolist() == expected
     assert model.generate(prompt(), **SETTINGS).tolist() == expected
@@ -186,7 +189,8 @@ def test_install_nests_and_leaves_nothing_behind(strategy: str) -> None:
 
 def test_install_and_enable_together(strategy: str) -> None:
     with install():
-        compare(fresh_target(), lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
+        outcome = compare(fresh_target(), lambda: {"input_ids": prompt(), **SETTINGS}, strategy)
+    assert outcome.stats.drafted > 0
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def test_the_text_generation_pipeline_unchanged(strategy: str, texts: Any, byte_
         pytest.skip("a pipeline takes models only")
     quick = pipeline("text-generation", model=model, tokenizer=byte_tokenizer, assistant_model=head)
     assert quick(texts, **settings) == expected
-    assert last_speculation(model).rounds > 0
+    assert last_speculation(model).drafted > 0
     chat = [{"role": "user", "content": "Hi"}]
     assert quick(chat, max_new_tokens=8, do_sample=False) == plain(chat, max_new_tokens=8, do_sample=False)
 
@@ -226,9 +230,9 @@ def test_a_target_under_an_adapter(strategy: str, batch: int) -> None:
     assert expected.tolist() != without.tolist()  # the adapter matters
     enable_speculation(model)
     head = assistant(strategy, model)
-    compare(model, lambda: {**inputs, **SETTINGS}, strategy, head=head)
+    assert compare(model, lambda: {**inputs, **SETTINGS}, strategy, head=head).stats.drafted > 0
     with model.disable_adapter():
-        compare(model, lambda: {**inputs, **SETTINGS}, strategy, head=head)
+        assert compare(model, lambda: {**inputs, **SETTINGS}, strategy, head=head).stats.drafted > 0
     loop = speculative_decoding(head)
     assert model.generate(**inputs, **SETTINGS, custom_generate=loop).tolist() == expected.tolist()
     disable_speculation(model)
