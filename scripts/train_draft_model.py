@@ -39,9 +39,7 @@ def first_layers(target: Any, count: int) -> Any:
 
     layers = decoder_layers(target)
     if not 0 < count < len(layers):
-        raise ValueError(
-            f"layers={count}: the target has {len(layers)}; a draft model needs fewer, and at least 1"
-        )
+        raise ValueError(f"layers={count}: the target has {len(layers)}; a draft model needs fewer, and at least 1")
     config = copy.deepcopy(target.config)
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None):

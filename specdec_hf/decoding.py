@@ -45,7 +45,7 @@ class _Draws:
     """The random numbers of one round; both None in greedy decoding.
 
     Args:
-        uniforms: float64 [B, 2 K + 1], see `UniformStream.take`.
+        uniforms: float64, see `UniformStream.take`.
         noise: float32 [B, K + 1, V], see `CoupledNoise.block`: decoding is then greedy on noisy scores.
     """
 
@@ -254,7 +254,7 @@ class _Decoder:
         if not self.do_sample:
             return _Draws()
         if self.noise is None:
-            return _Draws(uniforms=self.stream.take(self.numbers, limits, max(limits)))
+            return _Draws(uniforms=self.stream.take(self.numbers, limits, max(limits), self.drafter.draws))
         prompt = self.call.input_ids.shape[1]
         rows = zip(self.numbers, self.lengths, strict=True)
         starts = [self.noise_starts[number] + length - prompt for number, length in rows]
@@ -306,7 +306,7 @@ class _Decoder:
             broken = scores.gather(2, choices[:, :, None]).isnan().squeeze(2)
         else:
             probs = scores.softmax(dim=-1)
-            verdict = verify_sampled(probs, proposal, accept_numbers(draws.uniforms, width), tree)
+            verdict = verify_sampled(probs, proposal, accept_numbers(draws.uniforms, width, self.drafter.draws), tree)
             broken = probs[:, :, 0].isnan()
         if verdict.path is not None:
             # The accepted path takes the place of the first nodes: from here on, a tree's block reads like a chain's.
@@ -347,7 +347,7 @@ class _Decoder:
     ) -> None:
         """The level way: place by place, for as long as every row keeps its drafted token."""
         width = proposal.tokens.shape[1]
-        numbers = None if draws.uniforms is None else accept_numbers(draws.uniforms, width)
+        numbers = None if draws.uniforms is None else accept_numbers(draws.uniforms, width, self.drafter.draws)
         was_ended, start, committed = list(self.ended), self.lengths[0], 0
         pad, tree = _hf.pad_token(self.call.generation_config), self.tree
         rows = torch.arange(len(self.numbers), device=logits.device)

@@ -36,6 +36,7 @@ _COUNTS = (
     "min_matching_ngram_size",
     "assistant_early_exit",
     "draft_top_k",
+    "draft_tree_nodes",
 )
 
 
@@ -75,6 +76,9 @@ class SpeculativeConfig:
             with that row and seed alone; None = drawn from torch's global stream.
         draft_top_k: compute the Markov bias on the k most likely base logits of each slot only, and draft from exactly
             those (saves time with large vocabularies); None = the head's own setting.
+        draft_tree_nodes: for dspark, draft a tree of so many nodes instead of a chain: those of highest joint draft
+            probability. `num_assistant_tokens` then counts nodes, up to this number, and a threshold is compared with
+            the joint probability. Pays where more rows of a block cost the target little; None = a chain.
         generator: random numbers for sampling: a `torch.Generator`, or a list with one per row, which makes each row's
             text independent of its neighbours (unless rows must advance level, see decoding.py: then the distribution
             is exact, but where a row is cut depends on them); None = torch's global stream.
@@ -97,6 +101,7 @@ class SpeculativeConfig:
     coupling: str = "residual"
     seed: Any = None
     draft_top_k: int | None = None
+    draft_tree_nodes: int | None = None
     generator: Any = None
 
     def __post_init__(self) -> None:

@@ -171,34 +171,55 @@ class UniformStream:
         self._generator = generator
         self._device = device
 
-    def take(self, numbers: list[int], limits: list[int], width: int) -> Tensor:
+    def take(self, numbers: list[int], limits: list[int], width: int, draws: int | None = None) -> Tensor:
         """Numbers for one round.
 
         Args:
             numbers: the call's row number of each row.
             limits: tokens that each row may draft.
             width: the largest limit, K.
+            draws: numbers to draw drafted tokens with, U, for each row that drafts; None = one a token, K.
 
         Returns:
-            float64 [B, 2 K + 1]: K to draw drafted tokens with, K to accept them with, one for the token that follows.
+            float64 [B, U + K + 1]: U to draw drafted tokens with, K to accept them with, one for the token that
+            follows; U = 0 if no row drafts.
         """
+        drawing = width if draws is None or not width else draws
         if not isinstance(self._generator, (list, tuple)):
             device = self._generator.device if self._generator is not None else self._device
-            shape = (len(numbers), 2 * width + 1)
+            shape = (len(numbers), drawing + width + 1)
             return torch.rand(shape, dtype=torch.float64, generator=self._generator, device=device).to(self._device)
-        rows = torch.zeros(len(numbers), 2 * width + 1, dtype=torch.float64)
+        rows = torch.zeros(len(numbers), drawing + width + 1, dtype=torch.float64)
         for row, (number, limit) in enumerate(zip(numbers, limits, strict=True)):
             own = self._generator[number]
-            drawn = torch.rand(2 * limit + 1, dtype=torch.float64, generator=own, device=own.device).cpu()
-            rows[row, :limit], rows[row, width : width + limit] = drawn[:limit], drawn[limit : 2 * limit]
+            first = limit if draws is None or not limit else draws
+            drawn = torch.rand(first + limit + 1, dtype=torch.float64, generator=own, device=own.device).cpu()
+            rows[row, :first], rows[row, drawing : drawing + limit] = drawn[:first], drawn[first : first + limit]
             rows[row, -1] = drawn[-1]
         return rows.to(self._device)
 
 
-def accept_numbers(uniforms: Tensor, width: int) -> Tensor:
-    """Of a round's numbers [B, 2 K + 1], those that judge `width` <= K drafted tokens and draw the one that follows."""
-    drawn = uniforms.shape[1] // 2
+def accept_numbers(uniforms: Tensor, width: int, draws: int | None = None) -> Tensor:
+    """Of a round's numbers (see `UniformStream.take`), those that judge `width` <= K drafted tokens and draw the one
+    that follows.
+    """
+    drawn = uniforms.shape[1] // 2 if draws is None else draws
     return torch.cat((uniforms[:, drawn : drawn + width], uniforms[:, -1:]), dim=1)
+
+
+def _draw_different(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw C different columns [R, C] of each row of `probs` [R, W] without replacement, by `uniforms` [R, C].
+
+    Where nothing is left to draw from, any column that was not drawn yet: it is then chosen, and the accept rule takes
+    it as such.
+    """
+    left, free, drawn = probs, torch.ones_like(probs), []
+    for place in range(uniforms.shape[1]):
+        empty = left.sum(dim=-1, keepdim=True) <= 0
+        column = draw(torch.where(empty, free, left), uniforms[:, place])
+        left, free = (t.scatter(1, column[:, None], 0.0) for t in (left, free))
+        drawn.append(column)
+    return torch.stack(drawn, dim=1)
 
 
 class DraftSampler:
@@ -211,7 +232,7 @@ class DraftSampler:
         lengths: committed tokens of each row.
         positions: LongTensor [B], the same on the device.
         vocab_size: V.
-        uniforms: float64 [B, at least K] to draw with.
+        uniforms: float64 [B, at least K or what the drafter asks for (`Drafter.draws`)] to draw with.
         noise: float32 [B, at least K, V], to choose the largest of noisy scores with (coupled sampling). With neither,
             the most likely token is drafted. Both choices are a one-hot distribution.
     """
@@ -255,19 +276,26 @@ class DraftSampler:
         return tokens
 
     def _scores(self, logits: Tensor, vocabulary: Tensor | None, place: int) -> tuple[Tensor, Tensor | None]:
-        """Scores [B, W] to choose from behind `place` drafted tokens, which stand in the ids; the ids of columns."""
+        """Scores to choose from behind `place` drafted tokens, which stand in the ids; the ids of columns.
+
+        Of logits [B, W]; of logits [B, F, W] too where nothing depends on the path.
+        """
         scores = logits.to(self._ids.device, torch.float32)
         if vocabulary is not None and self._stack.uses_ids:
-            full = scores.new_full((scores.shape[0], self._vocab_size), float("-inf"))
-            full[:, vocabulary] = scores
+            full = scores.new_full((*scores.shape[:-1], self._vocab_size), float("-inf"))
+            full[..., vocabulary] = scores
             scores, vocabulary = full, None
         if not self._stack.is_empty:
             # Some processors refuse NaN, which only a broken head returns. Any finite number is a valid draft instead.
             scores = torch.nan_to_num(scores, nan=-1e4, posinf=1e4, neginf=float("-inf"))
-            scores = self._stack.draft(self._ids, [length + place for length in self._lengths], scores)
+            if scores.dim() == 2:
+                scores = self._stack.draft(self._ids, [length + place for length in self._lengths], scores)
+            else:
+                scores = self._stack.block(self._ids, self._lengths, scores)
         if self._noise is not None:
             noise = self._noise[:, place]
-            scores = scores + (noise if vocabulary is None else noise[:, vocabulary])
+            noise = noise if vocabulary is None else noise[:, vocabulary]
+            scores = scores + (noise if scores.dim() == 2 else noise[:, None])
         return scores, vocabulary
 
     @property
@@ -300,16 +328,47 @@ class DraftSampler:
             columns, probs = scores.nan_to_num(nan=float("-inf")).topk(count, dim=-1).indices, None
         else:
             probs = self._probabilities(scores)
-            left, free, drawn = probs, torch.ones_like(probs), []
-            for node in nodes[:count]:
-                # Where nothing is left to draw from, any token that is not a sibling yet: it is then chosen, and the
-                # accept rule takes it as such.
-                empty = left.sum(dim=-1, keepdim=True) <= 0
-                column = draw(torch.where(empty, free, left), self._uniforms[:, node])
-                left, free = (t.scatter(1, column[:, None], 0.0) for t in (left, free))
-                drawn.append(column)
-            columns = torch.stack(drawn, dim=1)
+            columns = _draw_different(probs, self._uniforms[:, nodes[:count]])
         return (columns if vocabulary is None else vocabulary[columns]), probs, vocabulary
+
+    def children(
+        self, logits: Tensor, paths: Tensor, count: int, first: int, vocabulary: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """`siblings` below F nodes of each row at once, with the chance of each place among siblings.
+
+        Args:
+            logits: [B, F, W] in any float type.
+            paths: LongTensor [B, F, d], the tokens down to each node, itself included; d = 0 at the anchor.
+            count: children of a node, C; fewer if the vocabulary is smaller.
+            first: the first of the F * C random numbers that are used.
+            vocabulary: as in `sample`.
+
+        Returns:
+            LongTensor [B, F, C] of target ids; float32 [B, F, C], the C largest probabilities behind each node, which
+            depend on no token that is drawn there; float32 [B, F, W'], the distribution behind each node, None if
+            tokens were chosen; and the target ids of its columns (None = all in order).
+        """
+        place = paths.shape[2]
+        if self.depends_on_path:
+            apart = []
+            for node in range(logits.shape[1]):
+                if place:
+                    self.enter(paths[:, node])
+                apart.append(self._scores(logits[:, node], vocabulary, place))
+            scores, vocabulary = torch.stack([own for own, _ in apart], dim=1), apart[0][1]
+        else:
+            scores, vocabulary = self._scores(logits, vocabulary, place)
+        count = min(count, scores.shape[2])
+        if self._uniforms is None:
+            best = scores.nan_to_num(nan=float("-inf")).topk(count, dim=-1)
+            columns, probs = best.indices, None
+            chances = (best.values - scores.logsumexp(dim=-1, keepdim=True)).exp().nan_to_num_(nan=0.0)
+        else:
+            probs = self._probabilities(scores)
+            chances = probs.topk(count, dim=-1).values
+            numbers = self._uniforms[:, first : first + scores.shape[1] * count].reshape(-1, count)
+            columns = _draw_different(probs.flatten(0, 1), numbers).view_as(chances)
+        return (columns if vocabulary is None else vocabulary[columns]), chances, probs, vocabulary
 
     def enter(self, tokens: Tensor) -> None:
         """Write a proposal's tokens [B, K] behind the committed ones: the block that the target reads, whoever drew."""
@@ -328,7 +387,7 @@ class DraftSampler:
         probs = torch.nan_to_num(scores.softmax(dim=-1))
         # A row that nothing may be drawn from (all scores -inf, or NaN from a broken head) still drafts a token. It
         # is then chosen, not drawn, so its distribution is one-hot; the accept rule stays exact.
-        probs[:, 0] += (probs.sum(dim=-1) <= 0).float()
+        probs[..., 0] += (probs.sum(dim=-1) <= 0).float()
         return probs
 
     def drafted(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

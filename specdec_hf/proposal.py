@@ -81,7 +81,7 @@ class Proposal:
             for node in range(length):
                 own[node] = 1 + (own[parents[node]] if parents[node] >= 0 else 0)
             nodes.append([node for node in range(length) if own[node] <= most])
-        return self._only(nodes)
+        return self if list(map(len, nodes)) == self.lengths else self._only(nodes)
 
     def _only(self, nodes: list[list[int]]) -> Proposal:
         """Of a tree, these nodes of each row, with all their ancestors among them."""

@@ -120,6 +120,7 @@ class Drafter(ABC):
             the deepest; None = it drafts chains. Where the target cannot verify trees (attention without dense masks,
             ALiBi, `output_attentions`), the loop keeps the chain of first children; nodes deeper than the text may
             still become are cut by it too.
+        draws: random numbers that a row's draft takes when sampling, whatever its limit; None = one a drafted token.
         early_layers: how many of the target's first layers it drafts with, through `DraftRequest.early`; None = it does
             not use them.
     """
@@ -130,6 +131,7 @@ class Drafter(ABC):
     default_tokens: int | None = None
     level_rows: bool = False
     max_depth: int | None = None
+    draws: int | None = None
     early_layers: int | None = None
 
     @property

@@ -18,6 +18,9 @@ from ..options import SpeculativeConfig
 from ..proposal import Proposal
 from .base import Drafter, DraftRequest, Observation, Prompt
 
+#: Children that a tree drafts below a node, and nodes of a depth below which it drafts any.
+_CHILDREN, _BEAM = 4, 4
+
 
 @dataclass
 class _Parked:
@@ -33,7 +36,7 @@ class DSparkDrafter(Drafter):
     Args:
         head: the draft head, bound to the target.
         target_vocab_size: V, the width of the target's logits.
-        config: `draft_top_k` and the confidence threshold are read.
+        config: `draft_top_k`, `draft_tree_nodes` and the confidence threshold are read.
     """
 
     name = "dspark"
@@ -41,9 +44,17 @@ class DSparkDrafter(Drafter):
     def __init__(self, head: DSparkDraftModel, target_vocab_size: int, config: SpeculativeConfig) -> None:
         self._head = head
         self._top_k = config.draft_top_k
-        self._wants_confidence = config.confidence_threshold > 0 or config.num_assistant_tokens_schedule == "throughput"
+        by_cost = config.num_assistant_tokens_schedule == "throughput"
+        self._wants_confidence = (config.confidence_threshold > 0 or by_cost) and not config.draft_tree_nodes
         self.target_layer_ids = list(head.config.target_layer_ids)
         self.max_tokens = head.max_draft_tokens
+        self._is_tree = bool(config.draft_tree_nodes)
+        if config.draft_tree_nodes:
+            # The first depth has one group of siblings, every other one at most a group below each node of the beam.
+            children = min(_CHILDREN, head.config.draft_vocab_size)
+            candidates = children * (1 + min(_BEAM, children) * (head.max_draft_tokens - 1))
+            self.max_depth, self.draws = head.max_draft_tokens, _CHILDREN * (1 + _BEAM * (head.max_draft_tokens - 1))
+            self.max_tokens = min(config.draft_tree_nodes, candidates)
         narrower = head.config.draft_vocab_size != target_vocab_size  # reduced, or the target's logits are padded
         self._vocabulary = head.draft_token_ids() if narrower else None
         self._context: Any = None
@@ -64,7 +75,8 @@ class DSparkDrafter(Drafter):
                 "with DSparkDraftModel.from_pretrained(...)."
             )
         head.bind(target)
-        if config.confidence_threshold and not head.config.enable_confidence_head:
+        needs_confidence = config.confidence_threshold and not config.draft_tree_nodes
+        if needs_confidence and not head.config.enable_confidence_head:
             raise ValueError(
                 f"assistant_confidence_threshold={config.confidence_threshold} needs a confidence head and "
                 "this "
@@ -122,6 +134,9 @@ class DSparkDrafter(Drafter):
             )
 
     def propose(self, request: DraftRequest) -> Proposal:
+        return self._tree(request) if self._is_tree else self._chain(request)
+
+    def _chain(self, request: DraftRequest) -> Proposal:
         head, sampler = self._head, request.sampler
         hidden, base = head.draft_block(self._context, request.anchors, request.positions, request.width)
         previous, state, confidence = request.anchors, None, []
@@ -134,6 +149,53 @@ class DSparkDrafter(Drafter):
         tokens, token_probs, probs, columns = sampler.drafted()
         scores = head.confidence_probs(torch.stack(confidence, dim=1)) if confidence else None
         return Proposal(tokens, list(request.limits), token_probs, probs, columns, scores)
+
+    def _tree(self, request: DraftRequest) -> Proposal:
+        """The nodes of highest joint probability, depth by depth, each behind its parent and its better siblings.
+
+        A node's chance is its parent's times the r-th largest probability behind the parent, r being its place among
+        siblings: known before its token is drawn, so which nodes stay never depends on their own tokens, and sampling
+        stays exact. The first n nodes are the tree of n nodes, which makes a row's tree the same in any batch.
+        """
+        head, sampler = self._head, request.sampler
+        batch, depths = request.anchors.shape[0], min(request.width, head.max_draft_tokens)
+        hidden, base = head.draft_block(self._context, request.anchors, request.positions, depths)
+        above, chances = request.anchors[:, None], torch.ones(batch, 1, device=request.anchors.device)  # [B, F]
+        places = torch.full_like(above, -1)  # of the nodes to go on from, among all candidates
+        paths, state = above[:, :, None][:, :, :0], None
+        candidates: list[tuple[Tensor, ...]] = []  # tokens, chances, parents, groups of siblings: [B, F * C] a depth
+        kept: list[Tensor] = []  # distributions behind the nodes of each depth: [B, F, W]
+        drawn = groups = count = 0
+        for depth in range(depths):
+            width = above.shape[1]
+            slot, guess = (part[:, depth, None].expand(-1, width, -1).flatten(0, 1) for part in (hidden, base))
+            logits, _, state = head.markov_step(state, above.flatten(), slot, guess, top_k=self._top_k)
+            logits = logits.unflatten(0, (batch, width))
+            tokens, ranked, probs, vocabulary = sampler.children(logits, paths, _CHILDREN, drawn, self._vocabulary)
+            drawn += tokens[0].numel()
+            ranked = chances[:, :, None] * ranked
+            parents = places[:, :, None].expand_as(tokens)
+            group = torch.arange(groups, groups + width, device=tokens.device)[:, None].expand_as(tokens)
+            candidates.append(tuple(part.flatten(1) for part in (tokens, ranked, parents, group)))
+            if probs is not None:
+                kept.append(probs)
+            best = _best(ranked.flatten(1), _BEAM)
+            owner = best // tokens.shape[2]  # which of the F nodes each stands below
+            above, chances = (part.flatten(1).gather(1, best) for part in (tokens, ranked))
+            paths = torch.cat((_rows(paths, owner), above[:, :, None]), dim=2)
+            state = None if state is None else _rows(state.unflatten(0, (batch, width)), owner).flatten(0, 1)
+            places, groups, count = best + count, groups + width, count + tokens[0].numel()
+        self._latest_logits = logits
+        tokens, ranked, parents, group = (torch.cat(parts, dim=1) for parts in zip(*candidates, strict=True))
+        best = _best(ranked, request.width)
+        spread = _rows(torch.cat(kept, dim=1), group.gather(1, best)) if kept else None
+        # Places among the candidates become places among the nodes.
+        numbers = torch.arange(best.shape[1], device=best.device).expand_as(best)
+        place_of, parents = torch.full_like(parents, -1).scatter_(1, best, numbers), parents.gather(1, best)
+        parents = torch.where(parents < 0, parents, place_of.gather(1, parents.clamp(min=0)))
+        confidence = ranked.gather(1, best)
+        limits = [min(limit, best.shape[1]) for limit in request.limits]
+        return Proposal(tokens.gather(1, best), limits, None, spread, vocabulary, confidence, parents)
 
     def observe(self, observation: Observation) -> None:
         self._extend(observation.taps, observation.positions, observation.counts)
@@ -175,3 +237,13 @@ class DSparkDrafter(Drafter):
     def _row(self, row: int) -> tuple[Tensor, Tensor]:
         end = self._lengths[row]
         return self._context.keys[:, row, :, :end], self._context.values[:, row, :, :end]
+
+
+def _best(chances: Tensor, count: int) -> Tensor:
+    """The places [B, at most count] of the largest chances [B, M], falling; of equal ones the first stands first."""
+    return chances.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """``values[b, index[b, i]]``, of [B, F, ...] by [B, I]."""
+    return values[torch.arange(values.shape[0], device=values.device)[:, None], index.to(values.device)]
