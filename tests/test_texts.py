@@ -439,3 +439,11 @@ def test_wrong_servers(server: Server) -> None:
     for fields, message in (({"url": "localhost:8000"}, "must begin with http"), ({"concurrency": 0}, "concurrency=0")):
         with pytest.raises(ValueError, match=message):
             Endpoint(**{"url": "http://x", **fields})
+
+
+def test_the_data_sections_of_configs_are_read() -> None:
+    import yaml
+
+    folder = Path(__file__).parent.parent / "configs"
+    sections = [yaml.safe_load(path.read_text(encoding="utf-8")).get("data") for path in folder.glob("*.yaml")]
+    assert [TextSettings.of(section).max_tokens for section in sections if section]
