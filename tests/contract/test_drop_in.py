@@ -262,7 +262,8 @@ def test_a_target_quantised_by_torchao(strategy: str, batch: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_target_quantised_by_bitsandbytes(strategy: str, bits: int, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes (125 MB) is not installed")
-    fresh_target("llama", seed=3, hidden_size=64).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # its 4-bit product on a CPU: multiples of 32
+    fresh_target("llama", seed=3, **sizes).save_pretrained(tmp_path)
     config = BitsAndBytesConfig(load_in_8bit=True) if bits == 8 else BitsAndBytesConfig(load_in_4bit=True)
     model = SpeculativeModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=config, dtype=torch.float32, device_map="cpu"
