@@ -23,6 +23,7 @@ from test_distribution import (
     FAILS,
     PASSES,
     PROMPT,
+    Never,
     exact_joint,
     fit,
     options_of,
@@ -173,6 +174,17 @@ def test_cut_trees_are_exact(threshold):
     tokens = sample(target, random_head(target), speculative=speculative, **options_of("top_p"))
     assert fit(tokens, exact_joint(target, PROMPT, CASES["top_p"][1])) > PASSES
     assert len({length for row in last_speculation(target).proposal_lengths for length in row}) > 2
+
+
+def test_level_rows_are_exact():
+    """Judged one position at a time, as a criterion of the user's forces it, the trees cut to the shortest row."""
+    target = small_target(vocab_size=4, spread=0.4)
+    head, prompts = random_head(target, bias=0.05), [[3, 1, 2], [1, 3, 3]]
+    call = {"assistant_model": head, "do_sample": True, "top_k": 0, "max_new_tokens": 4, "speculative": tree(5)}
+    calls = [target.generate(torch.tensor(prompts), stopping_criteria=[Never()], **call)[:, 3:] for _ in range(250)]
+    for row, prompt in enumerate(prompts):
+        tokens = torch.stack([one[row] for one in calls])
+        assert fit(tokens, exact_joint(target, prompt, [], length=3)) > PASSES, f"prompt {prompt}"
 
 
 def test_nodes_that_are_kept_for_their_own_tokens_are_not(monkeypatch):
