@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -447,3 +448,19 @@ def test_the_data_sections_of_configs_are_read() -> None:
     folder = Path(__file__).parent.parent / "configs"
     sections = [yaml.safe_load(path.read_text(encoding="utf-8")).get("data") for path in folder.glob("*.yaml")]
     assert [TextSettings.of(section).max_tokens for section in sections if section]
+
+
+def test_a_target_writes_in_the_type_of_its_file_where_that_is_fast(tmp_path, monkeypatch):
+    from specdec_hf import hardware
+    from specdec_hf.training.texts import writing_dtype
+
+    config = types.SimpleNamespace(dtype=torch.bfloat16)
+    monkeypatch.setattr(hardware, "emulates_bfloat16", lambda: False)
+    assert writing_dtype(config, "cpu", tmp_path / "no") is torch.bfloat16
+    assert writing_dtype(types.SimpleNamespace(dtype=torch.float16), "cpu", tmp_path / "no") is torch.float32
+    assert writing_dtype(types.SimpleNamespace(dtype=None), "cuda", tmp_path / "no") is torch.float32
+    monkeypatch.setattr(hardware, "emulates_bfloat16", lambda: True)
+    assert writing_dtype(config, "cpu", tmp_path / "no") is torch.float32
+    assert writing_dtype(config, "cuda", tmp_path / "no") is torch.bfloat16
+    TokenStore(tmp_path / "store", {"target_dtype": "bfloat16"}).begin()  # begun on another machine: it goes on as it began
+    assert writing_dtype(config, "cpu", tmp_path / "store") is torch.bfloat16

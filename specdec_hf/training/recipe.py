@@ -12,7 +12,7 @@ from .kinds import KINDS, kind_of, load_head
 from .placement import place_target, process_state
 from .sources import TextSettings
 from .store import TokenStore
-from .texts import hub_or_last, resolve, write_texts
+from .texts import hub_or_last, resolve, write_texts, writing_dtype
 from .trainer import TrainConfig, train
 
 _SECTIONS = ("target", "data", "train", "strategy")
@@ -37,7 +37,7 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
         ValueError: an unknown or missing field, or no prompts.
     """
     import yaml
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     path, output = Path(path), Path(output)
     recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -71,7 +71,11 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     if state.is_main_process:  # under accelerate launch the others wait; where that takes long, write the texts before
         name = recipe["target"] if recipe["target"] == "default" else hub_or_last(recipe["target"])
         if settings.texts is None:
-            write_texts(name, tokenizer, lambda: target, settings, texts, path.parent, say=say)
+            dtype = writing_dtype(AutoConfig.from_pretrained(source), state.device.type, texts)
+            spoken = str(dtype).removeprefix("torch.")
+            write_texts(
+                name, tokenizer, lambda: _writer(target, source, dtype), settings, texts, path.parent, spoken, say=say
+            )
         elif (author := (TokenStore(texts).provenance or {}).get("target")) != name:
             say(f"{texts} was written by {author!r}, not by {name!r}: right only if that is the same model")
     state.wait_for_everyone()
@@ -84,3 +88,12 @@ def run(path: str | Path, output: str | Path, say: Callable[[str], None] = lambd
     if kind.finish is not None and state.is_main_process:
         kind.finish(head, target, config)
     return figures
+
+
+def _writer(target: Any, source: str, dtype: torch.dtype) -> Any:
+    """The target in the number type in which it writes: the float32 one that heads learn from, or another copy."""
+    from transformers import AutoModelForCausalLM
+
+    if dtype == target.dtype:
+        return target
+    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(target.device).eval()

@@ -227,8 +227,7 @@ def make_texts(
     tokenizer = AutoTokenizer.from_pretrained(source)
     config = AutoConfig.from_pretrained(source)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # The number type of the file is fast on an accelerator; on a CPU float32 is, or right at least.
-    dtype = torch.float32 if device == "cpu" else getattr(config, "dtype", None) or torch.float32
+    dtype = writing_dtype(config, device, Path(output))
     loaded: list[Any] = []
 
     def load() -> Any:
@@ -247,6 +246,28 @@ def make_texts(
         "answer_tokens": sum(int(item.mask.sum()) for item in texts),
         "bytes": sum(part.stat().st_size for part in store.parts()),
     }
+
+
+def writing_dtype(config: Any, device: str, place: Path) -> Any:
+    """The number type in which a target writes texts: that of a store which is there, else of the target's file.
+
+    On a CPU that only emulates bfloat16 (or for files in float16), float32.
+
+    Args:
+        config: the target's configuration.
+        device: `"cpu"`, `"cuda"`, ...
+        place: directory of the store.
+    """
+    import torch
+
+    from ..hardware import emulates_bfloat16
+
+    known = (TokenStore(place).provenance or {}).get("target_dtype") if place.is_dir() else None
+    if isinstance(known, str) and isinstance(getattr(torch, known, None), torch.dtype):
+        return getattr(torch, known)
+    own = getattr(config, "dtype", None) or torch.float32
+    slow = device == "cpu" and (own != torch.bfloat16 or emulates_bfloat16())
+    return torch.float32 if slow else own
 
 
 def resolve(target: str, say: Callable[[str], None]) -> str:
