@@ -188,6 +188,21 @@ def test_mixed_precision_keeps_losses_in_float32(tiny_target, tmp_path):
     assert weights(tmp_path / "out")["fc.weight"].dtype == torch.float32
 
 
+def test_features_on_disk_are_those_of_the_precision_that_is_trained_in(tiny_target, tmp_path):
+    target = tiny_target()
+    texts = write_uneven_texts(tmp_path / "data", target)
+    run = small(tmp_path, head={**HEAD, "draft_vocab_size": 50}, feature_cache=str(tmp_path / "features"), max_steps=1)
+    train(target, replace(run, bf16=True))
+    ids = texts[1].ids[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = target_features(target, HEAD["target_layer_ids"], ids, torch.ones_like(ids))
+    exact = target_features(target, HEAD["target_layer_ids"], ids, torch.ones_like(ids))
+    kept = FeatureCache(tmp_path / "features", texts, HEAD["target_layer_ids"], target, bf16=True).read(1)
+    assert torch.equal(kept["taps"], mixed.taps[0].bfloat16()) and not torch.equal(kept["taps"], exact.taps[0].bfloat16())
+    with pytest.raises(ValueError, match="features of other texts"):  # and none of another precision are taken
+        train(target, run)
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_fine_tuning_a_deepspec_head(tmp_path, kind):
     """Its own copies of the target's embeddings stay bit for bit; the rest learns the new domain."""

@@ -104,6 +104,7 @@ class FeatureCache:
         layer_ids: taps.
         target: asked for its width.
         log_mass_of: V, to keep the log-sum-exp of the target's logits too (heads with a reduced vocabulary need it).
+        bf16: compute in bfloat16 autocast, as training in it does.
     """
 
     def __init__(
@@ -113,9 +114,10 @@ class FeatureCache:
         layer_ids: list[int],
         target: Any,
         log_mass_of: int | None = None,
+        bf16: bool = False,
     ) -> None:
         self.path, self.sequences, self.layer_ids, self.target = Path(path), sequences, layer_ids, target
-        self.log_mass_of = log_mass_of
+        self.log_mass_of, self.bf16 = log_mass_of, bf16
 
     def bytes_needed(self) -> int:
         """Size of the whole cache on disk, without the files' headers."""
@@ -134,6 +136,7 @@ class FeatureCache:
             "layers": list(self.layer_ids),
             "log_mass_of": self.log_mass_of,
             "target": [type(self.target).__name__, config._name_or_path, config.get_text_config().vocab_size],
+            **({"autocast": "bfloat16"} if self.bf16 else {}),
         }
 
     def fill(
@@ -189,6 +192,10 @@ class FeatureCache:
             raise OSError(f"{self._file(index)} cannot be read ({error}); remove it and start again") from error
 
     def _write(self, index: int) -> None:
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.bf16):
+            self._write_features(index)
+
+    def _write_features(self, index: int) -> None:
         ids = self.sequences[index].ids[None]
         features = target_features(self.target, self.layer_ids, ids, torch.ones_like(ids))
         tensors = {name: value[0].to(torch.bfloat16).contiguous() for name, value in features._asdict().items()}

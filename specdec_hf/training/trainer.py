@@ -57,7 +57,8 @@ class TrainConfig:
         initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's
             full scale is very sure and always wrong.
         seed: of weights, order and anchors.
-        bf16: train in bfloat16 autocast (accelerators); losses and the head's own numbers stay float32.
+        bf16: train in bfloat16 autocast, for accelerators and processors that compute in it; losses and the head's own
+            numbers stay float32.
         use_cpu: stay on the CPU where there is an accelerator.
         shard_target: split the target's layers over the processes (FSDP), for targets too large for one device.
         report_to: trackers, as transformers names them: ``[tensorboard]``, ``[wandb]``, ...
@@ -413,7 +414,7 @@ def train(
     cache = None
     if config.feature_cache is not None:
         mass_of = head.config.vocab_size if head.config.has_reduced_vocab else None
-        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of)
+        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of, config.bf16)
         cache.fill(say, state.process_index, state.num_processes)
         state.wait_for_everyone()
     items = config.max_steps * config.batch_size * config.gradient_accumulation * state.num_processes
