@@ -188,6 +188,19 @@ def test_mixed_precision_keeps_losses_in_float32(tiny_target, tmp_path):
     assert weights(tmp_path / "out")["fc.weight"].dtype == torch.float32
 
 
+def test_the_precision_follows_the_machine_where_it_may(monkeypatch, tmp_path):
+    from specdec_hf.training import trainer
+
+    auto, cpu = replace(small(tmp_path), bf16="auto"), torch.device("cpu")
+    for emulates in (True, False):
+        monkeypatch.setattr(trainer, "emulates_bfloat16", lambda emulates=emulates: emulates)
+        assert auto.for_device(cpu).bf16 is not emulates
+        assert replace(auto, bf16=True).for_device(cpu).bf16 is True
+        assert replace(auto, bf16=False).for_device(cpu).bf16 is False
+    with pytest.raises(ValueError, match="bf16='yes': it is true, false or"):
+        replace(auto, bf16="yes")
+
+
 def test_features_on_disk_are_those_of_the_precision_that_is_trained_in(tiny_target, tmp_path):
     target = tiny_target()
     texts = write_uneven_texts(tmp_path / "data", target)

@@ -109,7 +109,7 @@ def make_recipe(request: Request, say: Callable[[str], None] = lambda line: None
     train: dict[str, Any] = {
         "max_steps": steps, "warmup_steps": min(20, max(steps // 10, 1)), "save_steps": max(min(200, steps // 4), 1),
         "loss": {"ce": 0.2, "tv": 0.9, "confidence": 1.0, "decay": 2.5}, "early_loss": {"ce": 1.0, "tv": 0.5},
-        "early_share": 0.3, "sample_slots": True, "bf16": fast,
+        "early_share": 0.3, "sample_slots": True, "bf16": "auto",
     }  # fmt: skip
     if strategy == "medusa":
         train |= {"loss": {"ce": 0.5, "tv": 0.9, "decay": 2.5}, "early_share": 0.0, "lr": 0.002}

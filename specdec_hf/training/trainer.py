@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from .._hf import check_trackers, train_on_one_device
+from ..hardware import emulates_bfloat16
 from ..heads.dspark import DSparkConfig, DSparkDraftModel
 from ..targets import norm_scale
 from .features import FeatureCache, target_features
@@ -57,8 +58,8 @@ class TrainConfig:
         initial_norm_scale: the head's final norm begins as the target's times this. An untrained head with the target's
             full scale is very sure and always wrong.
         seed: of weights, order and anchors.
-        bf16: train in bfloat16 autocast, for accelerators and processors that compute in it; losses and the head's own
-            numbers stay float32.
+        bf16: train in bfloat16 autocast; losses and the head's own numbers stay float32. ``"auto"``: where the
+            accelerator or processor computes in bfloat16.
         use_cpu: stay on the CPU where there is an accelerator.
         shard_target: split the target's layers over the processes (FSDP), for targets too large for one device.
         report_to: trackers, as transformers names them: ``[tensorboard]``, ``[wandb]``, ...
@@ -91,7 +92,7 @@ class TrainConfig:
     sample_slots: bool = False
     initial_norm_scale: float = 0.15
     seed: int = 0
-    bf16: bool = False
+    bf16: bool | str = False
     use_cpu: bool = False
     shard_target: bool = False
     report_to: list[str] = field(default_factory=list)
@@ -105,12 +106,21 @@ class TrainConfig:
         for name in ("early_share", "cooldown"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: it is a share of the run, 0 to 1; correct it")
+        if not isinstance(self.bf16, bool) and self.bf16 != "auto":
+            raise ValueError(f'bf16={self.bf16!r}: it is true, false or "auto"; correct it')
         if self.init_head is not None and self.head:
             raise ValueError(
                 f"head={self.head!r} beside init_head={self.init_head!r}: a given head keeps its shape; leave one out"
             )
         self.weights_at(0)
         self.weights_at(self.max_steps)
+
+    def for_device(self, device: torch.device) -> TrainConfig:
+        """With ``bf16`` decided where it is ``"auto"``."""
+        if self.bf16 != "auto":
+            return self
+        fast = device.type == "cpu" and not emulates_bfloat16()
+        return replace(self, bf16=fast or (device.type == "cuda" and torch.cuda.is_bf16_supported()))
 
     def weights_at(self, step: int) -> LossWeights:
         """Loss weights of the update after ``step`` others."""
@@ -221,7 +231,7 @@ class HeadTrainer(Trainer):
             output_dir=config.output, max_steps=config.max_steps, per_device_train_batch_size=config.batch_size,
             per_device_eval_batch_size=config.batch_size, gradient_accumulation_steps=config.gradient_accumulation,
             save_steps=config.save_steps, eval_strategy="steps" if len(validation) else "no",
-            eval_steps=config.save_steps, logging_steps=config.logging_steps, seed=config.seed, bf16=config.bf16,
+            eval_steps=config.save_steps, logging_steps=config.logging_steps, seed=config.seed, bf16=bool(config.bf16),
             max_grad_norm=1.0, remove_unused_columns=False, report_to=config.report_to, save_total_limit=2,
             label_names=["loss_mask"], dataloader_pin_memory=False, disable_tqdm=True, logging_nan_inf_filter=False,
             ddp_find_unused_parameters=False, use_cpu=next(module.parameters()).device.type == "cpu",
@@ -400,6 +410,7 @@ def train(
     """
     check_trackers(config.report_to)
     state = process_state(config.use_cpu)
+    config = config.for_device(state.device)
     texts = load_texts(config.data, config.max_length, target.config.get_text_config().vocab_size)
     learned, held_out = split_texts(texts, config.validation, config.seed)
     coverage = math.nan
@@ -414,7 +425,7 @@ def train(
     cache = None
     if config.feature_cache is not None:
         mass_of = head.config.vocab_size if head.config.has_reduced_vocab else None
-        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of, config.bf16)
+        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of, bool(config.bf16))
         cache.fill(say, state.process_index, state.num_processes)
         state.wait_for_everyone()
     items = config.max_steps * config.batch_size * config.gradient_accumulation * state.num_processes
