@@ -62,6 +62,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     from specdec_hf.default_target import fetch_default_target
+    from specdec_hf.hardware import emulates_bfloat16
     from specdec_hf.training.rows import load_texts
 
     options = arguments()
@@ -78,7 +79,7 @@ def main() -> None:
         output_dir=str(options.output / "run"), num_train_epochs=options.epochs, learning_rate=options.learning_rate,
         per_device_train_batch_size=options.batch_size, warmup_steps=10, lr_scheduler_type="cosine", logging_steps=10,
         save_strategy="no", report_to=[], dataloader_pin_memory=False, use_cpu=not torch.cuda.is_available(),
-        train_sampling_strategy="group_by_length",
+        train_sampling_strategy="group_by_length", bf16=torch.cuda.is_available() or not emulates_bfloat16(),
     )  # fmt: skip
     trainer = Trainer(model, settings, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer))
     trainer.train()

@@ -33,6 +33,16 @@ class DType(str, enum.Enum):
     float16 = "float16"
 
 
+_Target = Annotated[str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")]
+_Draft = Annotated[str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")]
+_DType = Annotated[DType, typer.Option(help="Number type of all models.")]
+_Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")]
+_Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")]
+_NewTokens = Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")]
+_Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
+_File = Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")]
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"specdec_hf {__version__}")
@@ -51,15 +61,11 @@ def specdec(
 @app.command()
 def demo(
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
+    target: _Target = None,
+    draft: _Draft = None,
+    dtype: _DType = DType.auto,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    threads: _Threads = None,
 ) -> None:
     """Answer a few prompts with plain generate() and with DSpark; show texts, accepted length, speed."""
     from .demo import PROMPTS, run_demo
@@ -69,20 +75,14 @@ def demo(
 
 @app.command()
 def bench(
-    target: Annotated[
-        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
+    target: _Target = None,
+    draft: _Draft = None,
+    dtype: _DType = DType.auto,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Prompt lengths. Default: 128 and 4000.")] = None,
     new_tokens: Annotated[int, typer.Option(min=8, help="New tokens per call.")] = 48,
     repeats: Annotated[int, typer.Option(min=1, help="Pairs of calls per context.")] = 5,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")
-    ] = None,
+    threads: _Threads = None,
+    output: _File = None,
 ) -> None:
     """Measure what a round costs beside a step of plain decoding, and what a long context adds."""
     from .benchmark import run_benchmark
@@ -101,16 +101,14 @@ def compare(
         ),
     ],
     data: Annotated[list[Path] | None, typer.Option(help="JSONL prompts; several allowed.")] = None,
-    target: Annotated[
-        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of all models.")] = DType.auto,
+    target: _Target = None,
+    dtype: _DType = DType.auto,
     batch: Annotated[int, typer.Option(min=1, help="Prompts answered at a time.")] = 1,
     random: Annotated[int, typer.Option(min=0, help="So many prompts of random tokens.")] = 0,
     limit: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 5,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 128,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this file.")] = None,
+    max_new_tokens: _NewTokens = 128,
+    threads: _Threads = None,
+    output: _File = None,
 ) -> None:
     """Compare ways to draft with each other, with plain decoding and with transformers' own, in one run."""
     from .comparison import run_comparison
@@ -125,23 +123,19 @@ def evaluate(
     data: Annotated[
         list[Path], typer.Option(help='JSONL with {"turns": [...]} or {"messages": [...]}; several allowed.')
     ],
-    target: Annotated[
-        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
+    target: _Target = None,
+    draft: _Draft = None,
+    dtype: _DType = DType.auto,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each file.")] = 40,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,
+    max_new_tokens: _NewTokens = 256,
+    temperature: _Temperatures = None,
     threshold: Annotated[
         list[float] | None, typer.Option(min=0, max=1, help="Confidence thresholds of the sweep. Default: 0 to 0.8.")
     ] = None,
     sweep_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each file in the sweep; 0 = no sweep.")] = 4,
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer every turn, not only the first.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    seed: _Seed = 0,
+    threads: _Threads = None,
     output: Annotated[Path | None, typer.Option(help="Directory for eval.json and report.html.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Time a few steps and say how long it would take.")
@@ -169,18 +163,14 @@ def evaluate(
 @app.command()
 def calibrate(
     data: Annotated[list[Path], typer.Option(help="JSONL prompts that the head was not trained on; several allowed.")],
-    target: Annotated[
-        str | None, typer.Option(help="Model on the Hub or directory. Default: SmolLM2-135M-Instruct.")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="DSpark head for it. Default: the one that comes with the package.")
-    ] = None,
-    dtype: Annotated[DType, typer.Option(help="Number type of both models.")] = DType.auto,
+    target: _Target = None,
+    draft: _Draft = None,
+    dtype: _DType = DType.auto,
     limit: Annotated[int | None, typer.Option(min=2, help="Prompts of each file.")] = 40,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")] = 256,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's choice.")] = None,
+    max_new_tokens: _NewTokens = 256,
+    temperature: _Temperatures = None,
+    seed: _Seed = 0,
+    threads: _Threads = None,
     output: Annotated[Path | None, typer.Option(help="Directory for calibration.json and reliability.png.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Directory for the calibrated head; its own one changes its config.json alone.")

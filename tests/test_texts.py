@@ -462,5 +462,7 @@ def test_a_target_writes_in_the_type_of_its_file_where_that_is_fast(tmp_path, mo
     monkeypatch.setattr(hardware, "emulates_bfloat16", lambda: True)
     assert writing_dtype(config, "cpu", tmp_path / "no") is torch.float32
     assert writing_dtype(config, "cuda", tmp_path / "no") is torch.bfloat16
-    TokenStore(tmp_path / "store", {"target_dtype": "bfloat16"}).begin()  # begun on another machine: it goes on as it began
+    TokenStore(
+        tmp_path / "store", {"target_dtype": "bfloat16"}
+    ).begin()  # begun on another machine: it goes on as it began
     assert writing_dtype(config, "cpu", tmp_path / "store") is torch.bfloat16

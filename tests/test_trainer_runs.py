@@ -211,7 +211,9 @@ def test_features_on_disk_are_those_of_the_precision_that_is_trained_in(tiny_tar
         mixed = target_features(target, HEAD["target_layer_ids"], ids, torch.ones_like(ids))
     exact = target_features(target, HEAD["target_layer_ids"], ids, torch.ones_like(ids))
     kept = FeatureCache(tmp_path / "features", texts, HEAD["target_layer_ids"], target, bf16=True).read(1)
-    assert torch.equal(kept["taps"], mixed.taps[0].bfloat16()) and not torch.equal(kept["taps"], exact.taps[0].bfloat16())
+    assert torch.equal(kept["taps"], mixed.taps[0].bfloat16()) and not torch.equal(
+        kept["taps"], exact.taps[0].bfloat16()
+    )
     with pytest.raises(ValueError, match="features of other texts"):  # and none of another precision are taken
         train(target, run)
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..heads.early_exit import EarlyExitConfig, EarlyExitHead
-from .losses import Losses, draw_anchors, mean_acceptance
-from .objective import DSparkObjective
+from .losses import Blocks, Losses, mean_acceptance
+from .objective import DSparkObjective, States
 from .store import Sequence, draft_vocabulary
 
 
@@ -34,42 +34,19 @@ class EarlyExitObjective(DSparkObjective):
     def _projection_parameters(self) -> list[nn.Parameter]:
         return []  # the lm_head is the target's
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        taps: torch.Tensor,
-        last_hidden: torch.Tensor,
-        target_log_mass: torch.Tensor | None = None,
-        anchors: tuple[torch.Tensor, torch.Tensor] | None = None,
-        segments: torch.Tensor | None = None,
-        dice: torch.Tensor | None = None,
-        normaliser: torch.Tensor | None = None,
-    ) -> Losses:
-        """The losses of a batch, the mean over the exits; ``acceptance`` has one entry an exit.
+    def draft_logits(self, hidden: torch.Tensor, latent: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [..., Vd] of an exit's features [..., D]; there is no ``latent``."""
+        return self.head.project_logits(hidden)
 
-        Args:
-            taps: [B, T, E * D], the states after each exit's layers.
-            input_ids, loss_mask, last_hidden, target_log_mass, anchors, segments, dice, normaliser: as in
-                :class:`DSparkObjective`.
-        """
-        drawn = anchors or draw_anchors(loss_mask, self.num_anchors)
-        blocks, slots = self.supervise(input_ids, loss_mask, *drawn, segments, dice)
+    def slot_losses(self, states: States, blocks: Blocks, scale: torch.Tensor) -> Losses:
+        """The mean over the exits; ``acceptance`` has one entry an exit. ``states.taps`` are those behind each exit."""
         valid, exits = blocks.valid, self.head.config.exit_layers
-        weight = slots[valid]
-        scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser) / len(exits)
-        places = blocks.flat_sources(input_ids.shape[1])[valid]
+        places = blocks.flat_sources(states.input_ids.shape[1])[valid]
+        scale = scale / len(exits)
         total, ce, tv, acceptance = scale.new_zeros(()), scale.new_zeros(()), scale.new_zeros(()), []
-        for exit, tap in zip(exits, taps.flatten(0, 1).chunk(len(exits), dim=-1), strict=True):
+        for exit, tap in zip(exits, states.taps.flatten(0, 1).chunk(len(exits), dim=-1), strict=True):
             own, entropy, distance = self.vocabulary_losses(
-                (self.head.features(tap[places], exit),),
-                self.head.project_logits,
-                self._projection_parameters(),
-                places,
-                blocks.labels[valid],
-                scale,
-                last_hidden,
-                target_log_mass,
+                (self.head.features(tap[places], exit),), states, blocks, scale
             )
             total = total + own
             ce, tv = ce + (scale * entropy).sum().detach(), tv + (scale * distance).sum().detach()

@@ -15,8 +15,8 @@ from torch import nn
 
 from ..drafters.medusa import measure
 from ..heads.medusa import MedusaConfig, MedusaHead
-from .losses import Blocks, Losses, draw_anchors, mean_acceptance, text_starts
-from .objective import DSparkObjective
+from .losses import Blocks, Losses, mean_acceptance, text_starts
+from .objective import DSparkObjective, States
 from .rows import load_texts, split_texts
 from .store import Sequence, draft_vocabulary
 
@@ -52,44 +52,14 @@ class MedusaObjective(DSparkObjective):
         starts = 0 if segments is None else text_starts(segments).gather(1, anchors)
         return super().supervise(input_ids, loss_mask, anchors, keep & (anchors > starts), segments, dice)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        loss_mask: torch.Tensor,
-        taps: torch.Tensor,
-        last_hidden: torch.Tensor,
-        target_log_mass: torch.Tensor | None = None,
-        anchors: tuple[torch.Tensor, torch.Tensor] | None = None,
-        segments: torch.Tensor | None = None,
-        dice: torch.Tensor | None = None,
-        normaliser: torch.Tensor | None = None,
-    ) -> Losses:
-        """The losses of a batch; ``acceptance`` has one entry a head.
-
-        Args:
-            taps: not read.
-            input_ids, loss_mask, last_hidden, target_log_mass, anchors, segments, dice, normaliser: as in
-                :class:`DSparkObjective`.
-        """
-        drawn = anchors or draw_anchors(loss_mask, self.num_anchors)
-        blocks, slots = self.supervise(input_ids, loss_mask, *drawn, segments, dice)
+    def slot_losses(self, states: States, blocks: Blocks, scale: torch.Tensor) -> Losses:
+        """As in :class:`DSparkObjective`; ``acceptance`` has one entry a head."""
         valid = blocks.valid
-        weight = slots[valid]
-        scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser)
-        every = torch.arange(len(input_ids), device=input_ids.device)[:, None]
-        states = last_hidden[every, (blocks.anchors - 1).clamp(min=0)]  # the state that yielded the anchor
-        hidden = torch.stack([block(states) for block in self.head.blocks], dim=2)
+        every = torch.arange(len(states.input_ids), device=valid.device)[:, None]
+        before = states.last_hidden[every, (blocks.anchors - 1).clamp(min=0)]  # the state that yielded the anchor
+        hidden = torch.stack([block(before) for block in self.head.blocks], dim=2)
         numbers = torch.arange(hidden.shape[2], device=valid.device).expand(valid.shape)
-        total, ce, distance = self.vocabulary_losses(
-            (hidden[valid], numbers[valid]),
-            self.draft_logits,
-            self._projection_parameters(),
-            blocks.flat_sources(input_ids.shape[1])[valid],
-            blocks.labels[valid],
-            scale,
-            last_hidden,
-            target_log_mass,
-        )
+        total, ce, distance = self.vocabulary_losses((hidden[valid], numbers[valid]), states, blocks, scale)
         ce, tv = ((scale * loss).sum().detach() for loss in (ce, distance))
         return Losses(total, ce, tv, torch.zeros_like(ce), mean_acceptance(distance, valid))
 

@@ -5,7 +5,7 @@ Letters as in :mod:`specdec_hf.training.losses` and :mod:`specdec_hf.training.pr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,25 @@ from .losses import (
     slot_weights,
     text_starts,
 )
-from .projection import Projection, Slots, projected_losses
+from .projection import Slots, projected_losses
+
+
+class States(NamedTuple):
+    """What a batch's losses are computed from.
+
+    Attributes:
+        input_ids: [B, T].
+        taps: [B, T, m * Dt] hidden states of the tapped layers.
+        last_hidden: [B, T, Dt] hidden states after the target's final norm.
+        target_log_mass: [B, T], :func:`~specdec_hf.training.features.log_mass` of ``last_hidden`` if it was kept.
+        positions: [B, T] of the tokens in their texts, where a row may hold several.
+    """
+
+    input_ids: torch.Tensor
+    taps: torch.Tensor
+    last_hidden: torch.Tensor
+    target_log_mass: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
 
 class DSparkObjective(nn.Module):
@@ -175,21 +193,22 @@ class DSparkObjective(nn.Module):
         positions = None
         if segments is not None:
             positions = torch.arange(segments.shape[1], device=segments.device) - text_starts(segments)
-        hidden, latent, confidence = self.features(blocks, input_ids, taps, positions)
-        valid = blocks.valid
-        weight = slots[valid]
+        weight = slots[blocks.valid]
         scale = weight / (weight.sum().clamp(min=1e-9) if normaliser is None else normaliser)
-        places = blocks.flat_sources(input_ids.shape[1])[valid]
-        total, ce, distance = self.vocabulary_losses(
-            (hidden[valid],) if latent is None else (hidden[valid], latent[valid]),
-            self.draft_logits,
-            self._projection_parameters(),
-            places,
-            blocks.labels[valid],
-            scale,
-            last_hidden,
-            target_log_mass,
-        )
+        return self.slot_losses(States(input_ids, taps, last_hidden, target_log_mass, positions), blocks, scale)
+
+    def slot_losses(self, states: States, blocks: Blocks, scale: torch.Tensor) -> Losses:
+        """The losses of a batch's N supervised slots; this is what differs between the kinds of heads.
+
+        Args:
+            states: see there.
+            blocks: anchors, labels and which slots are supervised.
+            scale: [N] weight of each slot, as a share of the update's.
+        """
+        valid = blocks.valid
+        hidden, latent, confidence = self.features(blocks, states.input_ids, states.taps, states.positions)
+        features = (hidden[valid],) if latent is None else (hidden[valid], latent[valid])
+        total, ce, distance = self.vocabulary_losses(features, states, blocks, scale)
         if confidence is None:
             doubt = torch.zeros_like(scale)
         else:
@@ -199,35 +218,27 @@ class DSparkObjective(nn.Module):
         return Losses(total, ce, tv, bce, mean_acceptance(distance, valid))
 
     def vocabulary_losses(
-        self,
-        features: tuple[torch.Tensor, ...],
-        projection: Projection,
-        parameters: list[nn.Parameter],
-        places: torch.Tensor,
-        labels: torch.Tensor,
-        scale: torch.Tensor,
-        last_hidden: torch.Tensor,
-        target_log_mass: torch.Tensor | None = None,
+        self, features: tuple[torch.Tensor, ...], states: States, blocks: Blocks, scale: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Cross entropy and distance of N slots with the factors of ``weights``.
 
         Args:
-            features: tensors [N, ...] that ``projection`` turns into draft logits [n, Vd].
-            projection: see :func:`~specdec_hf.training.projection.projected_losses`.
-            parameters: of the head, those that ``projection`` uses.
-            places: [N] of the flattened [B * T] tokens, those whose target state predicts the label.
-            labels: [N] target ids.
-            scale: [N] weight of each slot, as a share of the update's.
-            last_hidden, target_log_mass: [B, T, Dt] and [B, T], see :meth:`forward`.
+            features: tensors [N, ...] that :meth:`draft_logits` turns into draft logits [n, Vd].
+            states, blocks, scale: see :meth:`slot_losses`.
 
         Returns:
             The weighted sum, with a gradient; cross entropy [N] and ``sum |p_d - p_t|`` [N] without.
         """
-        flat, mass = last_hidden.flatten(0, 1), None
-        if self.head.config.has_reduced_vocab:
-            mass = self._log_mass(flat, places) if target_log_mass is None else target_log_mass.flatten()
-        slots = Slots(flat, mass, places, self.label_ids(labels), self.weights.ce * scale, self.weights.tv * scale)
-        return projected_losses(features, parameters, slots, projection, self.target_logits, self.chunk)
+        flat, mass = states.last_hidden.flatten(0, 1), states.target_log_mass
+        places = blocks.flat_sources(states.input_ids.shape[1])[blocks.valid]
+        if not self.head.config.has_reduced_vocab:
+            mass = None
+        else:
+            mass = self._log_mass(flat, places) if mass is None else mass.flatten()
+        labels = self.label_ids(blocks.labels[blocks.valid])
+        slots = Slots(flat, mass, places, labels, self.weights.ce * scale, self.weights.tv * scale)
+        parameters = self._projection_parameters()
+        return projected_losses(features, parameters, slots, self.draft_logits, self.target_logits, self.chunk)
 
     def _projection_parameters(self) -> list[nn.Parameter]:
         modules = [self.head.lm_head, None if self.head.markov_head is None else self.head.markov_head.markov_w2]

@@ -425,7 +425,9 @@ def train(
     cache = None
     if config.feature_cache is not None:
         mass_of = head.config.vocab_size if head.config.has_reduced_vocab else None
-        cache = FeatureCache(config.feature_cache, texts, head.config.target_layer_ids, target, mass_of, bool(config.bf16))
+        cache = FeatureCache(
+            config.feature_cache, texts, head.config.target_layer_ids, target, mass_of, bool(config.bf16)
+        )
         cache.fill(say, state.process_index, state.num_processes)
         state.wait_for_everyone()
     items = config.max_steps * config.batch_size * config.gradient_accumulation * state.num_processes
