@@ -107,6 +107,8 @@ def test_optimizer():
     values = torch.linalg.svdvals(orthogonalised(matrix, 5))
     assert values.min() > 0.5 and values.max() < 1.3
     torch.testing.assert_close(orthogonalised(matrix.T, 5), orthogonalised(matrix, 5).T)
+    rough = orthogonalised(matrix, 5, torch.bfloat16)
+    assert rough.dtype == torch.bfloat16 and (rough - orthogonalised(matrix, 5)).abs().max() < 0.1
     layers = torch.nn.ModuleDict({"layers": torch.nn.Linear(4, 4), "norm": torch.nn.LayerNorm(4)})
     for every in (1, 2):
         optimizer = MuonAdamW(layers, every=every)

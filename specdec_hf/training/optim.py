@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 
-def orthogonalised(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """``matrix`` with its singular values pushed to about 1, by the quintic Newton-Schulz iteration; float32."""
-    wide = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
+def orthogonalised(matrix: torch.Tensor, steps: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``matrix`` with its singular values pushed to about 1, by the quintic Newton-Schulz iteration in ``dtype``."""
+    wide = (matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T).to(dtype)
     x = wide / (wide.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
@@ -31,7 +31,8 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: on Muon's matrices.
         iterations: of Newton-Schulz; 3 is enough and 5 is usual.
         every: each matrix takes a Muon step on every so many calls, in turn, with the momentum of all of them. 2 halves
-            its cost, which is most of a small head's step on a CPU.
+            its cost, a large part of a small head's step on a CPU.
+        dtype: of the Newton-Schulz iteration; bfloat16 is as good where the machine computes in it.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.05,
         iterations: int = 3,
         every: int = 1,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         for name, value in (("muon_lr", muon_lr), ("lr", lr), ("iterations", iterations), ("every", every)):
             if not value > 0:
                 raise ValueError(f"{name}={value!r}: it must be positive; raise it")
+        self.dtype = dtype  # not in the groups: a checkpoint goes on in another type
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in head.named_parameters():
@@ -80,7 +83,7 @@ class MuonAdamW(torch.optim.Optimizer):
         state["momentum"].lerp_(parameter.grad, 0.05)
         if (state["step"] + index) % group["every"]:
             return
-        update = orthogonalised(parameter.grad.lerp(state["momentum"], 0.95), group["iterations"])
+        update = orthogonalised(parameter.grad.lerp(state["momentum"], 0.95), group["iterations"], self.dtype)
         factor = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
         parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * factor)

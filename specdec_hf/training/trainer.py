@@ -276,7 +276,8 @@ class HeadTrainer(Trainer):
         optimizer: Any = getattr(self, "optimizer", None)
         if optimizer is None:
             head = self.accelerator.unwrap_model(self.model).head
-            optimizer = MuonAdamW(head, self.config.muon_lr, self.config.lr, every=self.config.muon_every)
+            dtype = torch.bfloat16 if self.config.bf16 else torch.float32
+            optimizer = MuonAdamW(head, self.config.muon_lr, self.config.lr, every=self.config.muon_every, dtype=dtype)
             self.optimizer = optimizer
         return optimizer
 
