@@ -136,7 +136,7 @@ def train(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Answer tokens to write. Default: 250000 on a CPU, else 2000000.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Updates. Default: a 280th of the tokens.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Updates. Default: a 150th of the tokens.")] = None,
     texts: Annotated[
         Path | None, typer.Option(help="Directory that specdec data wrote; no other texts are written then.")
     ] = None,
