@@ -176,5 +176,5 @@ def test_texts_that_are_written_already(chat_target: Path, tmp_path: Path) -> No
 
 def test_many_tokens_need_many_prompts(chat_target: Path) -> None:
     recipe = make_recipe(Request(str(chat_target), max_tokens=120_000, data={"system_prompt": "be kind"}))
-    assert recipe["data"]["self_written"] == 1_000 and recipe["train"]["max_steps"] == 428
+    assert recipe["data"]["self_written"] == 1_000 and recipe["train"]["max_steps"] == 800
     assert recipe["data"]["sampling"] == {"max_new_tokens": 256, "max_prompt_tokens": 230}
