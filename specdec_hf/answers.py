@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,18 @@ ULPS = 4
 """A greedy difference whose two best logits lie at most this many times the dtype's spacing apart is a near tie."""
 
 
+class Counts(NamedTuple):
+    """One round: tokens verified, how many of them could be accepted (of a tree: its depth), were, and were gained.
+
+    `committed` has the bonus token, clipped to what stands in the text where a stop token ends it.
+    """
+
+    drafted: int
+    acceptable: int
+    accepted: int
+    committed: int
+
+
 @dataclass(frozen=True)
 class Answer:
     """One call of `generate()`.
@@ -29,14 +41,13 @@ class Answer:
     Attributes:
         tokens: new token ids.
         arrivals: seconds from the start of the call to each token's arrival, the prompt included.
-        rounds: of a speculative call, per round (drafted, accepted, committed): bonus token counted in the last only,
-            which is clipped to what stands in the text where a stop token ends it.
+        rounds: of a speculative call, its rounds after the prompt.
         seconds: of a speculative call, `SpeculationStats.seconds`.
     """
 
     tokens: list[int]
     arrivals: list[float]
-    rounds: list[tuple[int, int, int]] = field(default_factory=list)
+    rounds: list[Counts] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -45,13 +56,13 @@ class Answer:
         cut = repeats_from(self.tokens)
         if not self.rounds:
             return cut
-        return 1 + sum(committed for *_, committed in self.counted())
+        return 1 + sum(round_.committed for round_ in self.counted())
 
-    def counted(self) -> list[tuple[int, int, int]]:
+    def counted(self) -> list[Counts]:
         """The rounds that end within the text before the cut. The prompt's own forward yields the first token."""
-        cut, end, counted = repeats_from(self.tokens), 1, []
+        cut, end, counted = repeats_from(self.tokens), 1, list[Counts]()
         for round_ in self.rounds:
-            end += round_[2]
+            end += round_.committed
             if end > cut:
                 break
             counted.append(round_)
@@ -144,39 +155,39 @@ def answer(
     if stats.fallback is not None:
         raise ValueError(f"this target cannot speculate: {stats.fallback}. There is nothing to evaluate.")
     rounds, left = [], len(tokens) - 1
-    triples = zip(stats.proposal_lengths[0], stats.accepted_draft_tokens[0], stats.accepted_lengths[0], strict=True)
-    for drafted, accepted, gained in triples:
-        rounds.append((drafted, accepted, min(gained, left)))
-        left -= rounds[-1][2]
+    columns = (stats.proposal_lengths, stats.proposal_depths, stats.accepted_draft_tokens, stats.accepted_lengths)
+    for drafted, acceptable, accepted, gained in zip(*(column[0] for column in columns), strict=True):
+        rounds.append(Counts(drafted, acceptable, accepted, min(gained, left)))
+        left -= rounds[-1].committed
     return Answer(tokens, arrivals, rounds, dict(stats.seconds))
 
 
-def acceptance(rounds: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Accepted length and acceptance by position of rounds (drafted, accepted, committed).
+def acceptance(rounds: Sequence[Counts]) -> dict[str, Any]:
+    """Accepted length and acceptance by position (of a tree: by depth).
 
     Returns:
         ``rounds``, ``drafted``, ``accepted``, ``rejected`` (verified but not accepted); ``rate`` = accepted / drafted;
         ``tau`` = mean committed tokens per round, bonus token counted; ``survival``: entry k is the share of rounds
-        that drafted k + 1 tokens and accepted them all; ``conditional``: the same share among those whose first k were
-        accepted, which number ``reached``; ``lengths``: entry n counts rounds that committed n tokens.
+        that drafted k + 1 tokens in a line and accepted as many; ``conditional``: the same share among those whose
+        first k were accepted, which number ``reached``; ``lengths``: entry n counts rounds that committed n tokens.
     """
-    width = max((drafted for drafted, *_ in rounds), default=0)
-    tried = [sum(drafted > k for drafted, *_ in rounds) for k in range(width)]
-    reached = [sum(drafted > k and kept >= k for drafted, kept, _ in rounds) for k in range(width)]
-    passed = [sum(drafted > k and kept > k for drafted, kept, _ in rounds) for k in range(width)]
-    drafted, accepted = sum(r[0] for r in rounds), sum(r[1] for r in rounds)
-    longest = max((committed for *_, committed in rounds), default=0)
+    width = max((r.acceptable for r in rounds), default=0)
+    tried = [sum(r.acceptable > k for r in rounds) for k in range(width)]
+    reached = [sum(r.acceptable > k and r.accepted >= k for r in rounds) for k in range(width)]
+    passed = [sum(r.acceptable > k and r.accepted > k for r in rounds) for k in range(width)]
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    longest = max((r.committed for r in rounds), default=0)
     return {
         "rounds": len(rounds),
         "drafted": drafted,
         "accepted": accepted,
         "rejected": drafted - accepted,
         "rate": accepted / drafted if drafted else None,
-        "tau": mean([committed for *_, committed in rounds]),
+        "tau": mean([r.committed for r in rounds]),
         "survival": [good / all_ for good, all_ in zip(passed, tried, strict=True)],
         "reached": reached,
         "conditional": [good / before if before else None for good, before in zip(passed, reached, strict=True)],
-        "lengths": [sum(committed == n for *_, committed in rounds) for n in range(longest + 1)],
+        "lengths": [sum(r.committed == n for r in rounds) for n in range(longest + 1)],
     }
 
 

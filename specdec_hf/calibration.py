@@ -112,7 +112,7 @@ def record_rounds(
                     model, pair.head, ids, max_new_tokens, temperature, seed, assistant_confidence_threshold=0.0
                 )
             left = iter(noted)
-            for drafted, kept, _ in one.counted():
+            for drafted, _, kept, _ in one.counted():
                 row = [next(left) for _ in range(drafted)]
                 rows.append(row + [float("nan")] * (width - drafted))
                 accepted.append(kept)

@@ -135,6 +135,9 @@ def evaluate(
     sweep_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each file in the sweep; 0 = no sweep.")] = 4,
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer every turn, not only the first.")] = False,
     seed: _Seed = 0,
+    settings: Annotated[
+        str, typer.Option(help="How to draft: fields of SpeculativeConfig, as draft_tree_nodes=12,schedule=throughput.")
+    ] = "",
     threads: _Threads = None,
     output: Annotated[Path | None, typer.Option(help="Directory for eval.json and report.html.")] = None,
     dry_run: Annotated[
@@ -143,9 +146,10 @@ def evaluate(
 ) -> None:
     """Measure accepted length, acceptance, speed and equality with plain generate() on your prompts."""
     from .evaluation import THRESHOLDS, Settings, estimate_text, run_evaluation
+    from .options import parse_settings
     from .report import table
 
-    settings = Settings(
+    what = Settings(
         limit,
         max_new_tokens,
         tuple(temperature or (0.0, 1.0)),
@@ -153,8 +157,9 @@ def evaluate(
         max(sweep_prompts, 1),
         all_turns,
         seed,
+        parse_settings("dspark", settings),
     )
-    result = run_evaluation(data, target, draft, dtype.value, settings, threads, output, dry_run)
+    result = run_evaluation(data, target, draft, dtype.value, what, threads, output, dry_run)
     typer.echo(estimate_text(result) if dry_run else table(result))
     if output is not None and not dry_run:
         typer.echo(f"written: {output / 'eval.json'}, {output / 'report.html'}")

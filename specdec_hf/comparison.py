@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from . import drafters
 from .generation import enable_speculation, last_speculation
 from .hardware import processor_name
 from .loading import load_target
-from .options import SpeculativeConfig, did_you_mean
+from .options import did_you_mean, parse_settings
 from .packing import pack_linears
 from .prompts import encode, read_conversations
 from .provenance import provenance
@@ -33,7 +33,6 @@ from .repetition import RULE, repeats_from
 PLAIN = "plain"
 #: transformers' own ways: assisted generation with a small model, and prompt lookup.
 OWN = ("transformers_assisted", "transformers_lookup")
-_ALIASES = {"schedule": "num_assistant_tokens_schedule", "threshold": "assistant_confidence_threshold"}
 _LOOKUP_TOKENS = 10  # what transformers' documentation uses
 
 
@@ -133,28 +132,11 @@ def make_ways(names: Sequence[str], dtype: torch.dtype, device: Any) -> list[Way
         if name == "transformers_lookup":
             knobs: dict[str, Any] = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
         else:
-            knobs = assistant | ({} if name in OWN else {"speculative": _config(name, settings)})
+            knobs = assistant | ({} if name in OWN else {"speculative": parse_settings(name, settings)})
         if settings and name in OWN:
             raise ValueError(f"{entry!r}: {name} is transformers' own and takes no settings here; leave them out.")
         ways.append(Way(name, knobs, entry))
     return ways
-
-
-def _config(strategy: str, settings: str) -> SpeculativeConfig:
-    """`SpeculativeConfig` of a strategy and `KNOB=VALUE,...`; values as in YAML's simplest form."""
-    known = [item.name for item in fields(SpeculativeConfig) if item.name not in ("strategy", "generator")]
-    values: dict[str, Any] = {}
-    for pair in filter(None, settings.split(",")):
-        name, _, text = pair.partition("=")
-        name = _ALIASES.get(name, name)
-        if name not in known:
-            raise ValueError(f"{pair!r}: {name!r} is no setting{did_you_mean(name, known)}. There are: {known}.")
-        try:
-            values[name] = {"true": True, "false": False}.get(text.lower())
-            values[name] = json.loads(text) if values[name] is None else values[name]
-        except json.JSONDecodeError:
-            values[name] = text
-    return SpeculativeConfig(strategy=strategy, **values)
 
 
 def batches(prompts: Sequence[torch.Tensor], size: int, pad: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:

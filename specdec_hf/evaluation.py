@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from .answers import Answer, Difference, acceptance, answer, first_difference, mean, speed
 from .generation import enable_speculation
 from .loading import DTYPES, Pair, load_pair
+from .options import SpeculativeConfig
 from .plots import require_matplotlib
 from .prompts import Conversation, encode, read_conversations
 from .provenance import provenance
@@ -39,6 +40,7 @@ class Settings:
         sweep_prompts: prompts of each file in the sweep.
         all_turns: answer every turn of a conversation, not only the first.
         seed: of the sampling; set anew before every call.
+        speculation: how to draft.
     """
 
     limit: int | None = 40
@@ -48,6 +50,7 @@ class Settings:
     sweep_prompts: int = 4
     all_turns: bool = False
     seed: int = 0
+    speculation: SpeculativeConfig = field(default_factory=lambda: SpeculativeConfig("dspark"))
 
     def __post_init__(self) -> None:
         for name, low in (("limit", 1), ("max_new_tokens", 2), ("sweep_prompts", 1)):
@@ -81,6 +84,8 @@ class _Run:
     def call(self, ids: torch.Tensor, speculative: bool, temperature: float, **knobs: Any) -> Answer:
         head = self.head if speculative else None
         budget = knobs.pop("budget", self.settings.max_new_tokens)
+        if speculative:
+            knobs = {"speculative": replace(self.settings.speculation, **knobs)}
         return answer(self.model, head, ids, budget, temperature, self.settings.seed, **knobs)
 
     def both(self, ids: torch.Tensor, temperature: float) -> tuple[Answer, Answer]:
@@ -238,7 +243,12 @@ def evaluate(pair: Pair, sets: dict[str, list[Conversation]], settings: Settings
 
 def _settings_of(pair: Pair, sets: dict[str, list[Conversation]], settings: Settings) -> dict[str, Any]:
     return {
-        **asdict(settings),
+        **asdict(replace(settings, speculation=SpeculativeConfig())),
+        "speculation": {
+            name: value
+            for name, value in vars(settings.speculation).items()
+            if value != getattr(SpeculativeConfig, name)
+        },
         "prompts": {name: len(conversations) for name, conversations in sets.items()},
         "dtype": str(pair.model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if pair.model.device.type == "cuda" else "cpu",

@@ -6,6 +6,7 @@ Everything a user can get wrong about *how* to speculate is refused here, before
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ KNOBS = (
 #: Values of `SpeculativeConfig.coupling`.
 COUPLINGS = ("residual", "gumbel")
 
-
+_SHORT = {"schedule": "num_assistant_tokens_schedule", "threshold": "assistant_confidence_threshold"}
 _COUNTS = (
     "num_assistant_tokens",
     "min_assistant_tokens",
@@ -273,6 +274,31 @@ def knobs_of_prepared(generation_config: Any) -> dict[str, Any]:
     """
     values = {name: getattr(generation_config, name, None) for name in KNOBS}
     return {name: None if value == global_default(name) else value for name, value in values.items()}
+
+
+def parse_settings(strategy: str, settings: str) -> SpeculativeConfig:
+    """`SpeculativeConfig` from a command line.
+
+    Args:
+        strategy: its name.
+        settings: `NAME=VALUE,...`, fields of `SpeculativeConfig` (`schedule` and `threshold` are short for the longest
+            two). A value is a number, true, false or a word.
+
+    Raises:
+        ValueError, TypeError: no such field, or a value out of its range.
+    """
+    known = [name for name in field_names() if name not in ("strategy", "generator")]
+    values: dict[str, Any] = {}
+    for pair in filter(None, settings.split(",")):
+        name, _, text = pair.partition("=")
+        name = _SHORT.get(name, name)
+        if name not in known:
+            raise ValueError(f"{pair!r}: {name!r} is no setting{did_you_mean(name, known)}. There are: {known}.")
+        try:
+            values[name] = json.loads(text.lower())
+        except json.JSONDecodeError:
+            values[name] = text
+    return SpeculativeConfig(strategy=strategy, **values)
 
 
 def field_names() -> tuple[str, ...]:

@@ -13,9 +13,10 @@ from conftest import make_target, make_tokenizer
 from typer.testing import CliRunner
 
 from specdec_hf import DSparkConfig, DSparkDraftModel, cli, enable_speculation, last_speculation, plots
-from specdec_hf.answers import Answer, acceptance, answer, first_difference, speed
+from specdec_hf.answers import Answer, Counts, acceptance, answer, first_difference, speed
 from specdec_hf.evaluation import Settings, estimate, estimate_text, evaluate, run_evaluation
 from specdec_hf.loading import Pair, load_pair
+from specdec_hf.options import parse_settings
 from specdec_hf.prompts import encode, read_conversations
 from specdec_hf.repetition import GRAM, RUN, repeats_from
 from specdec_hf.report import shares, table, verdict, warnings_of
@@ -51,6 +52,10 @@ def data(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+def chain(drafted: int, accepted: int, committed: int) -> Counts:
+    return Counts(drafted, drafted, accepted, committed)
+
+
 # -- where a text begins to repeat itself -----------------------------------------------------------------------------
 
 
@@ -75,12 +80,14 @@ def test_a_short_copy_is_no_loop() -> None:
 
 def test_rounds_beyond_the_cut_are_not_counted() -> None:
     tokens = [*range(30), *range(30)]  # the copy begins at token 30
-    rounds = [(3, 2, 3)] * 9 + [(3, 3, 4)] + [(3, 3, 4)] * 7  # ends: 1 + 27 = 28, then 32: across the cut
+    rounds = (
+        [chain(3, 2, 3)] * 9 + [chain(3, 3, 4)] + [chain(3, 3, 4)] * 7
+    )  # ends: 1 + 27 = 28, then 32: across the cut
     one = Answer(tokens, [float(i) for i in range(60)], rounds)
     assert one.counted() == rounds[:9]
     assert one.keep == 28 and one.seconds_for(one.keep) == 27.0
     assert Answer(tokens, [0.0] * 60).keep == 30, "plain decoding counts up to the cut itself"
-    whole = Answer(list(range(4)), [0.0] * 4, [(3, 2, 3)])
+    whole = Answer(list(range(4)), [0.0] * 4, [chain(3, 2, 3)])
     assert whole.counted() == whole.rounds and whole.keep == 4
 
 
@@ -88,25 +95,31 @@ def test_rounds_beyond_the_cut_are_not_counted() -> None:
 
 
 def test_acceptance_by_hand() -> None:
-    figures = acceptance([(3, 3, 4), (3, 1, 2), (3, 0, 1), (1, 1, 2)])
+    figures = acceptance([chain(3, 3, 4), chain(3, 1, 2), chain(3, 0, 1), chain(1, 1, 2)])
     assert figures["tau"] == 9 / 4
     assert (figures["drafted"], figures["accepted"], figures["rejected"], figures["rate"]) == (10, 5, 5, 0.5)
     assert figures["survival"] == [3 / 4, 1 / 3, 1 / 3]
     assert figures["conditional"] == [3 / 4, 1 / 2, 1.0] and figures["reached"] == [4, 2, 1]
     assert figures["lengths"] == [0, 1, 2, 0, 1]
-    assert acceptance([])["tau"] is None and acceptance([(0, 0, 1)])["rate"] is None
+    assert acceptance([])["tau"] is None and acceptance([chain(0, 0, 1)])["rate"] is None
+
+
+def test_acceptance_of_trees_is_by_depth() -> None:
+    figures = acceptance([Counts(7, 3, 2, 3), Counts(7, 2, 0, 1)])
+    assert (figures["drafted"], figures["rejected"], figures["tau"]) == (14, 12, 2.0)
+    assert figures["survival"] == [0.5, 0.5, 0.0] and figures["reached"] == [2, 1, 1]
 
 
 def test_a_share_of_few_rounds_is_not_shown() -> None:
-    row = acceptance([(2, 0, 1)] * 11 + [(2, 2, 3)])
+    row = acceptance([chain(2, 0, 1)] * 11 + [chain(2, 2, 3)])
     assert shares(row, "conditional") == [1 / 12, None] and shares(row, "survival") == [1 / 12, 1 / 12]
 
 
 def test_speed_by_hand() -> None:
     """Equal texts count up to the same token; the first token's time is the prompt's."""
     plain = Answer([5, 6, 7], [1.0, 2.0, 3.0])
-    drafted = Answer([5, 6, 7], [1.0, 1.5, 1.5], [(2, 1, 2)])
-    other = Answer([5, 6, 8], [2.0, 2.0, 2.0], [(2, 1, 2)])
+    drafted = Answer([5, 6, 7], [1.0, 1.5, 1.5], [chain(2, 1, 2)])
+    other = Answer([5, 6, 8], [2.0, 2.0, 2.0], [chain(2, 1, 2)])
     figures = speed([(plain, drafted), (plain, other), (plain, drafted)])
     assert figures["median"] == pytest.approx(2.0)
     assert figures["total"] == pytest.approx(9.0 / 5.0)
@@ -122,7 +135,7 @@ def test_an_answer_agrees_with_the_statistics() -> None:
     assert torch.get_rng_state().equal(state)
     stats = last_speculation(model)
     assert [row[0] for row in one.rounds] == stats.proposal_lengths[0]
-    assert 1 + sum(row[2] for row in one.rounds) == len(one.tokens) == len(one.arrivals) == 20
+    assert 1 + sum(row.committed for row in one.rounds) == len(one.tokens) == len(one.arrivals) == 20
     assert acceptance(one.rounds)["tau"] == pytest.approx(stats.mean_accepted_length)
     assert acceptance(one.rounds)["survival"] == pytest.approx(stats.acceptance_by_position)
     assert one.arrivals == sorted(one.arrivals)
@@ -138,7 +151,7 @@ def test_a_stop_token_clips_the_last_round() -> None:
     stop = next(token for place, token in enumerate(plain) if place > 3 and token not in plain[:place])
     one = answer(model, pair.head, ids, 20, eos_token_id=stop, pad_token_id=0)
     assert one.tokens == plain[: plain.index(stop) + 1]
-    assert 1 + sum(row[2] for row in one.rounds) == len(one.tokens)
+    assert 1 + sum(row.committed for row in one.rounds) == len(one.tokens)
 
 
 def test_first_difference_and_its_gap() -> None:
@@ -260,6 +273,21 @@ def test_evaluate_covers_data_sets_temperatures_and_thresholds(data: Callable[..
     text = table(result)
     assert "mean of sets" in text and "cut where it begins to repeat itself" in text and "bonus token counted" in text
     assert max(map(len, text.splitlines()[:12])) <= 120
+    json.dumps(result)
+
+
+def test_settings_reach_the_drafts(data: Callable[..., Path]) -> None:
+    sets = {"a": read_conversations(data("a.jsonl", {"turns": ["one"]}))}
+    tree = parse_settings("dspark", "draft_tree_nodes=6,num_assistant_tokens=6")
+    settings = Settings(max_new_tokens=12, temperatures=(0.0,), thresholds=(0.0, 1.0), speculation=tree)
+    result = evaluate(tiny_pair(), sets, settings)
+    row, (loose, strict) = result["results"][0], result["sweep"]
+    assert row["drafted"] > 4 * row["rounds"] and len(row["survival"]) == 3, "nodes and depth"
+    assert row["lossless"]["verdict"] == "equal"
+    assert loose["drafted"] > 0 and strict["drafted"] == 0
+    assert result["provenance"]["speculation"] == {
+        "strategy": "dspark", "draft_tree_nodes": 6, "num_assistant_tokens": 6
+    }  # fmt: skip
     json.dumps(result)
 
 
