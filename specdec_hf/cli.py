@@ -40,6 +40,10 @@ _Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Default:
 _Temperatures = Annotated[list[float] | None, typer.Option(min=0, help="0 is greedy. Default: 0 and 1.")]
 _NewTokens = Annotated[int, typer.Option(min=2, help="Most new tokens of an answer.")]
 _Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
+_Settings = Annotated[
+    str | None,
+    typer.Option(help="How to draft: fields of SpeculativeConfig, as draft_tree_nodes=12,schedule=throughput."),
+]
 _File = Annotated[Path | None, typer.Option(help="Write the figures with their provenance to this JSON file.")]
 
 
@@ -66,11 +70,12 @@ def demo(
     dtype: _DType = DType.auto,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most new tokens for each prompt.")] = 128,
     threads: _Threads = None,
+    settings: _Settings = None,
 ) -> None:
     """Answer a few prompts with plain generate() and with DSpark; show texts, accepted length, speed."""
     from .demo import PROMPTS, run_demo
 
-    run_demo(prompt or PROMPTS, target, draft, dtype.value, max_new_tokens, threads)
+    run_demo(prompt or PROMPTS, target, draft, dtype.value, max_new_tokens, threads, settings)
 
 
 @app.command()
@@ -135,9 +140,7 @@ def evaluate(
     sweep_prompts: Annotated[int, typer.Option(min=0, help="Prompts of each file in the sweep; 0 = no sweep.")] = 4,
     all_turns: Annotated[bool, typer.Option("--all-turns", help="Answer every turn, not only the first.")] = False,
     seed: _Seed = 0,
-    settings: Annotated[
-        str, typer.Option(help="How to draft: fields of SpeculativeConfig, as draft_tree_nodes=12,schedule=throughput.")
-    ] = "",
+    settings: _Settings = None,
     threads: _Threads = None,
     output: Annotated[Path | None, typer.Option(help="Directory for eval.json and report.html.")] = None,
     dry_run: Annotated[
@@ -157,7 +160,7 @@ def evaluate(
         max(sweep_prompts, 1),
         all_turns,
         seed,
-        parse_settings("dspark", settings),
+        parse_settings("dspark", settings or ""),
     )
     result = run_evaluation(data, target, draft, dtype.value, what, threads, output, dry_run)
     typer.echo(estimate_text(result) if dry_run else table(result))

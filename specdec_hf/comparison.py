@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,13 @@ def compare(
             _add_batch(results, answers, len(group[0]))
             continue
         keep = repeats_from(plain)
-        for index, (tokens, clock, parts, _) in answers.items():
+        for index, (tokens, clock, parts, stats) in answers.items():
             result, same = results[index], tokens == plain
             # an answer that parts from plain decoding's is cut by its own text
             count = keep if same else repeats_from(tokens)
             seconds, forwards = clock.arrivals[count - 1]
+            if stats is not None:  # drafting may use the target too
+                forwards = _rounds_until(count, stats.accepted_lengths[0])
             result.tokens.append(count)
             result.seconds.append(seconds)
             result.forwards.append(forwards)
@@ -243,6 +246,11 @@ def compare(
             for part, value in parts.items():
                 result.parts[part] = result.parts.get(part, 0.0) + value
     return results
+
+
+def _rounds_until(tokens: int, gained: Sequence[int]) -> int:
+    """Rounds until so many tokens were there, the first of which comes from the prompt's forward."""
+    return sum(before < tokens for before in list(accumulate(gained, initial=1))[:-1])
 
 
 def _add_batch(results: list[Result], answers: dict[int, Any], rows: int) -> None:

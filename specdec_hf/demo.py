@@ -13,18 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .hardware import processor_name
+from .hardware import emulates_bfloat16, processor_name
 from .loading import Pair, check_names, load_pair
 
 if TYPE_CHECKING:
     import torch
 
+    from .options import SpeculativeConfig
     from .output import SpeculationStats
 
 CHECK_TOKENS = 32
 """New tokens a prompt in the float32 comparison: long enough to tell, short enough not to be waited for."""
 CHECK_MAX_PARAMETERS = 1_000_000_000
 """A target larger than this is not loaded a second time in float32."""
+
+TREE = "draft_tree_nodes=12"
+"""How to draft where rows of a block cost next to nothing."""
 
 PROMPTS = (
     "A baker fills 18 trays with 12 rolls each. She sells 150 rolls in the morning and half of the rest in the "
@@ -68,6 +72,7 @@ def run_demo(
     dtype: str = "auto",
     max_new_tokens: int = 128,
     threads: int | None = None,
+    settings: str | None = None,
 ) -> list[Run]:
     """Answer ``prompts`` with plain ``generate()`` and with DSpark, stream both, print what it gained.
 
@@ -78,6 +83,8 @@ def run_demo(
         dtype: one of ``loading.DTYPES``, for both models.
         max_new_tokens: budget a prompt, at least 1.
         threads: CPU threads; None leaves torch's choice.
+        settings: how to draft, ``NAME=VALUE,...`` (see ``options.parse_settings``); None is a tree where a processor
+            computes in bfloat16 and so verifies more tokens for next to nothing, else a chain.
 
     Returns:
         A ``Run`` a prompt, as printed.
@@ -92,26 +99,31 @@ def run_demo(
         import transformers
 
         from .generation import enable_speculation
+        from .options import parse_settings
 
     if threads is not None:
         torch.set_num_threads(threads)
+    how = None if settings is None else parse_settings("dspark", settings)
     pair = load_pair(target, draft, dtype, _say)
+    if how is None:
+        settings = _settings_for(pair)
+        how = parse_settings("dspark", settings)
     model, tokenizer, head = enable_speculation(pair.model), pair.tokenizer, pair.head
-    exact = _check_in_float32(pair, target, draft, prompts, min(CHECK_TOKENS, max_new_tokens))
+    exact = _check_in_float32(pair, target, draft, prompts, min(CHECK_TOKENS, max_new_tokens), how)
     _say(
         f"torch {torch.__version__}, transformers {transformers.__version__}, {pair.dtype} on {model.device}, "
         f"{torch.get_num_threads()} CPU threads, {processor_name()}"
     )
     _say(f"target: {pair.target}, {model.num_parameters() / 1e6:.0f} M parameters")
-    _say(f"draft:  {pair.draft}, {head.num_parameters() / 1e6:.1f} M parameters")
+    _say(f"draft:  {pair.draft}, {head.num_parameters() / 1e6:.1f} M parameters, {settings or 'a chain'}")
 
     with _step("warming up"):
         for speculative in (False, True):
-            _generate(model, head if speculative else None, _encode(tokenizer, prompts[0], model.device), 8)
+            _generate(model, head if speculative else None, _encode(tokenizer, prompts[0], model.device), 8, how)
     runs = []
     for number, prompt in enumerate(prompts):
         print(f"\n[{number + 1}/{len(prompts)}] {prompt}")
-        runs.append(_run(model, head, tokenizer, prompt, max_new_tokens, draft_first=number % 2 == 1))
+        runs.append(_run(model, head, tokenizer, prompt, max_new_tokens, how, draft_first=number % 2 == 1))
     print("\n" + report(runs, exact, pair.dtype))
     return runs
 
@@ -171,7 +183,14 @@ def _check(
     check_names(target, draft, dtype)
 
 
-def _check_in_float32(pair: Pair, target: str | None, draft: str | None, prompts: Sequence[str], tokens: int) -> str:
+def _settings_for(pair: Pair) -> str:
+    """A tree pays where rows of a block cost next to nothing: in bfloat16 on a CPU that computes in it."""
+    return TREE if pair.dtype == "bfloat16" and pair.model.device.type == "cpu" and not emulates_bfloat16() else ""
+
+
+def _check_in_float32(
+    pair: Pair, target: str | None, draft: str | None, prompts: Sequence[str], tokens: int, how: SpeculativeConfig
+) -> str:
     """Compare both ways token for token where rounding plays no part; a sentence for the report."""
     from tqdm import tqdm
 
@@ -185,7 +204,7 @@ def _check_in_float32(pair: Pair, target: str | None, draft: str | None, prompts
     equal = 0
     for prompt in tqdm(prompts, desc="comparing in float32", unit="prompt", leave=False):
         inputs = _encode(tokenizer, prompt, model.device)
-        equal += _generate(model, None, inputs, tokens)[0] == _generate(model, head, inputs, tokens)[0]
+        equal += _generate(model, None, inputs, tokens, how)[0] == _generate(model, head, inputs, tokens, how)[0]
     if equal == len(prompts):
         return f"float32 check: the same tokens as plain generate() on all {equal} prompts, {tokens} new tokens each."
     return (
@@ -203,17 +222,24 @@ def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, torc
 
 
 def _generate(
-    model: Any, head: Any | None, inputs: dict[str, torch.Tensor], max_new_tokens: int, streamer: Any | None = None
+    model: Any,
+    head: Any | None,
+    inputs: dict[str, torch.Tensor],
+    max_new_tokens: int,
+    how: SpeculativeConfig,
+    streamer: Any | None = None,
 ) -> tuple[list[int], float]:
     """One greedy call, speculative with a ``head``; new token ids and seconds."""
-    assisted = {} if head is None else {"assistant_model": head, "speculative": "dspark"}
+    assisted = {} if head is None else {"assistant_model": head, "speculative": how}
     start = time.perf_counter()
     out = model.generate(**inputs, **assisted, do_sample=False, max_new_tokens=max_new_tokens, streamer=streamer)
     tokens = out[0, inputs["input_ids"].shape[1] :].tolist()  # to the CPU: the clock stops when the work is done
     return tokens, time.perf_counter() - start
 
 
-def _run(model: Any, head: Any, tokenizer: Any, prompt: str, max_new_tokens: int, draft_first: bool) -> Run:
+def _run(
+    model: Any, head: Any, tokenizer: Any, prompt: str, max_new_tokens: int, how: SpeculativeConfig, draft_first: bool
+) -> Run:
     """Both ways on one prompt. They take turns in going first, so that neither always meets the warmer machine."""
     from transformers import TextStreamer
 
@@ -224,7 +250,7 @@ def _run(model: Any, head: Any, tokenizer: Any, prompt: str, max_new_tokens: int
     for speculative in (True, False) if draft_first else (False, True):
         print(f"\n--- {'DSpark' if speculative else 'plain generate()'}")
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        results[speculative] = _generate(model, head if speculative else None, inputs, max_new_tokens, streamer)
+        results[speculative] = _generate(model, head if speculative else None, inputs, max_new_tokens, how, streamer)
         if speculative:
             stats = last_speculation(model)
     assert stats is not None

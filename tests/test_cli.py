@@ -23,10 +23,13 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(demo, "run_demo", lambda *arguments: seen.append(arguments))
     options = ["--prompt", "a", "--prompt", "b", "--target", "t", "--draft", "d", "--dtype", "float32"]
-    done = runner.invoke(cli.app, ["demo", *options, "--max-new-tokens", "5", "--threads", "2"])
+    done = runner.invoke(cli.app, ["demo", *options, "--max-new-tokens", "5", "--threads", "2", "--settings", "seed=1"])
     assert done.exit_code == 0, done.output
     assert runner.invoke(cli.app, ["demo"]).exit_code == 0
-    assert seen == [(["a", "b"], "t", "d", "float32", 5, 2), (demo.PROMPTS, None, None, "auto", 128, None)]
+    assert seen == [
+        (["a", "b"], "t", "d", "float32", 5, 2, "seed=1"),
+        (demo.PROMPTS, None, None, "auto", 128, None, None),
+    ]
 
 
 def test_unknown_values_name_the_known_ones() -> None:
@@ -59,6 +62,7 @@ def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ({"max_new_tokens": 0}, "at least 1"),
         ({"threads": 0}, "at least 1"),
         ({"target": "x"}, "--draft"),
+        ({"settings": "tree=3"}, "'tree' is no setting"),
     ],
 )
 def test_demo_refuses_with_value_and_rule(change: dict[str, Any], message: str) -> None:
@@ -73,7 +77,11 @@ def test_demo_without_its_head_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_demo_end_to_end_on_a_tiny_model(
-    tiny_target: Any, byte_tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_target: Any,
+    byte_tokenizer: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from specdec_hf import DSparkConfig, DSparkDraftModel
 
@@ -86,12 +94,17 @@ def test_demo_end_to_end_on_a_tiny_model(
     runs = demo.run_demo(
         ["Hello.", "Again?"], str(tmp_path / "target"), str(tmp_path / "head"), dtype="float32", max_new_tokens=12
     )
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
     assert [run.plain_tokens for run in runs] == [run.draft_tokens for run in runs]
     assert all(1 <= run.stats.mean_accepted_length <= 5 for run in runs)
     assert "float32 check: the same tokens as plain generate() on all 2 prompts" in printed
     assert printed.count("--- DSpark") == printed.count("--- plain generate()") == 2
     assert "target " in printed.split("time of DSpark:")[1]
+    assert "M parameters, a chain" in said
+    monkeypatch.setattr(demo, "emulates_bfloat16", lambda: False)
+    runs = demo.run_demo(["Hello."], str(tmp_path / "target"), str(tmp_path / "head"), "bfloat16", 12)
+    assert "M parameters, draft_tree_nodes=12" in capsys.readouterr().err
+    assert runs[0].stats.proposal_lengths[0][0] == 12 and runs[0].stats.proposal_depths[0][0] <= 4
 
 
 def test_report_finds_where_texts_part() -> None:

@@ -12,8 +12,8 @@ import torch
 from conftest import make_target, make_tokenizer
 from typer.testing import CliRunner
 
-from specdec_hf import DSparkConfig, DSparkDraftModel, cli
-from specdec_hf.comparison import Result, Way, batches, compare, make_ways, table
+from specdec_hf import DSparkConfig, DSparkDraftModel, cli, last_speculation
+from specdec_hf.comparison import Result, Way, _rounds_until, batches, compare, make_ways, table
 
 runner = CliRunner()
 
@@ -38,6 +38,18 @@ def test_a_copy_of_the_target_as_draft_accepts_all_and_plain_decoding_nothing(ta
     assert own.forwards == [4, 4, 4] and own.accepted_length == pytest.approx(13 / 4)
     assert theirs.accepted_length > 2
     assert set(own.parts) == {"draft", "target", "other"} and min(own.parts.values()) > 0
+
+
+def test_drafting_with_the_target_itself_is_no_forward(target: Any) -> None:
+    own = Way("early_exit", {"speculative": "early_exit", "assistant_early_exit": 1}, "own")
+    with pytest.warns(UserWarning, match="early"):
+        plain, exits = compare(target, [Way("plain", {}, "plain"), own], [torch.arange(5, 14)[None]], max_new_tokens=14)
+    assert exits.same == [True] and exits.tokens == plain.tokens
+    assert exits.accepted_length >= 1.0 and exits.forwards == [len(last_speculation(target).accepted_lengths[0])]
+
+
+def test_rounds_until_a_token() -> None:
+    assert [_rounds_until(tokens, [3, 1, 2]) for tokens in range(1, 8)] == [0, 1, 1, 1, 2, 3, 3]
 
 
 def test_the_ratio_is_a_median_over_prompts() -> None:
