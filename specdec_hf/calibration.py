@@ -112,10 +112,10 @@ def record_rounds(
                     model, pair.head, ids, max_new_tokens, temperature, seed, assistant_confidence_threshold=0.0
                 )
             left = iter(noted)
-            for drafted, _, kept, _ in one.counted():
-                row = [next(left) for _ in range(drafted)]
-                rows.append(row + [float("nan")] * (width - drafted))
-                accepted.append(kept)
+            for round_ in one.counted():
+                row = [next(left) for _ in range(round_.drafted)]
+                rows.append(row + [float("nan")] * (width - round_.drafted))
+                accepted.append(round_.accepted)
         logits = torch.tensor(rows, dtype=torch.float64).reshape(-1, width)
         results.append(Rounds(logits, torch.tensor(accepted, dtype=torch.long)))
     return results

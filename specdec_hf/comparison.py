@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -250,7 +251,7 @@ def compare(
 
 def _rounds_until(tokens: int, gained: Sequence[int]) -> int:
     """Rounds until so many tokens were there, the first of which comes from the prompt's forward."""
-    return sum(before < tokens for before in list(accumulate(gained, initial=1))[:-1])
+    return bisect_left(list(accumulate(gained, initial=1)), tokens)
 
 
 def _add_batch(results: list[Result], answers: dict[int, Any], rows: int) -> None:

@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .hardware import emulates_bfloat16, processor_name
+from .hardware import block_cost, processor_name
 from .loading import Pair, check_names, load_pair
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ CHECK_TOKENS = 32
 CHECK_MAX_PARAMETERS = 1_000_000_000
 """A target larger than this is not loaded a second time in float32."""
 
-TREE = "draft_tree_nodes=12"
-"""How to draft where rows of a block cost next to nothing."""
+TREE_NODES, CHEAP = 12, 2.0
+"""Nodes of a tree, and what a block of them may cost in single tokens for a tree to be drafted."""
 
 PROMPTS = (
     "A baker fills 18 trays with 12 rolls each. She sells 150 rolls in the morning and half of the rest in the "
@@ -83,8 +83,8 @@ def run_demo(
         dtype: one of ``loading.DTYPES``, for both models.
         max_new_tokens: budget a prompt, at least 1.
         threads: CPU threads; None leaves torch's choice.
-        settings: how to draft, ``NAME=VALUE,...`` (see ``options.parse_settings``); None is a tree where a processor
-            computes in bfloat16 and so verifies more tokens for next to nothing, else a chain.
+        settings: how to draft, ``NAME=VALUE,...`` (see ``options.parse_settings``); None is a tree where this CPU
+            verifies its nodes for next to nothing (bfloat16, if it computes in that type), else a chain.
 
     Returns:
         A ``Run`` a prompt, as printed.
@@ -103,11 +103,10 @@ def run_demo(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    how = None if settings is None else parse_settings("dspark", settings)
+    how = parse_settings("dspark", settings or "")
     pair = load_pair(target, draft, dtype, _say)
-    if how is None:
-        settings = _settings_for(pair)
-        how = parse_settings("dspark", settings)
+    if settings is None and _rows_are_cheap(pair):
+        how = replace(how, draft_tree_nodes=TREE_NODES)
     model, tokenizer, head = enable_speculation(pair.model), pair.tokenizer, pair.head
     exact = _check_in_float32(pair, target, draft, prompts, min(CHECK_TOKENS, max_new_tokens), how)
     _say(
@@ -115,7 +114,8 @@ def run_demo(
         f"{torch.get_num_threads()} CPU threads, {processor_name()}"
     )
     _say(f"target: {pair.target}, {model.num_parameters() / 1e6:.0f} M parameters")
-    _say(f"draft:  {pair.draft}, {head.num_parameters() / 1e6:.1f} M parameters, {settings or 'a chain'}")
+    drafted = f"draft_tree_nodes={how.draft_tree_nodes}" if how.draft_tree_nodes else "a chain"
+    _say(f"draft:  {pair.draft}, {head.num_parameters() / 1e6:.1f} M parameters, {drafted}")
 
     with _step("warming up"):
         for speculative in (False, True):
@@ -183,9 +183,9 @@ def _check(
     check_names(target, draft, dtype)
 
 
-def _settings_for(pair: Pair) -> str:
-    """A tree pays where rows of a block cost next to nothing: in bfloat16 on a CPU that computes in it."""
-    return TREE if pair.dtype == "bfloat16" and pair.model.device.type == "cpu" and not emulates_bfloat16() else ""
+def _rows_are_cheap(pair: Pair) -> bool:
+    """Whether this CPU reads a whole tree in little more time than one token, as it must for a tree to pay."""
+    return pair.model.device.type == "cpu" and block_cost(pair.dtype, TREE_NODES + 1) < CHEAP
 
 
 def _check_in_float32(

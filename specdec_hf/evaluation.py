@@ -243,7 +243,7 @@ def evaluate(pair: Pair, sets: dict[str, list[Conversation]], settings: Settings
 
 def _settings_of(pair: Pair, sets: dict[str, list[Conversation]], settings: Settings) -> dict[str, Any]:
     return {
-        **asdict(replace(settings, speculation=SpeculativeConfig())),
+        **vars(settings),
         "speculation": {
             name: value
             for name, value in vars(settings.speculation).items()

@@ -285,7 +285,7 @@ def parse_settings(strategy: str, settings: str) -> SpeculativeConfig:
             two). A value is a number, true, false or a word.
 
     Raises:
-        ValueError, TypeError: no such field, or a value out of its range.
+        ValueError: no such field, or a value out of its range or of another type.
     """
     known = [name for name in field_names() if name not in ("strategy", "generator")]
     values: dict[str, Any] = {}
@@ -298,7 +298,10 @@ def parse_settings(strategy: str, settings: str) -> SpeculativeConfig:
             values[name] = json.loads(text.lower())
         except json.JSONDecodeError:
             values[name] = text
-    return SpeculativeConfig(strategy=strategy, **values)
+    try:
+        return SpeculativeConfig(strategy=strategy, **values)
+    except TypeError as error:  # what was typed is a wrong value, whatever its type
+        raise ValueError(str(error)) from None
 
 
 def field_names() -> tuple[str, ...]:

@@ -63,6 +63,8 @@ def test_a_user_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ({"threads": 0}, "at least 1"),
         ({"target": "x"}, "--draft"),
         ({"settings": "tree=3"}, "'tree' is no setting"),
+        ({"settings": "automatic_off=5"}, "must be True, False or None"),
+        ({"settings": "draft_tree_nodes"}, "draft_tree_nodes='': must be an integer"),
     ],
 )
 def test_demo_refuses_with_value_and_rule(change: dict[str, Any], message: str) -> None:
@@ -91,6 +93,7 @@ def test_demo_end_to_end_on_a_tiny_model(
     config = DSparkConfig.for_target(target.config, num_hidden_layers=1, block_size=4, markov_rank=8)
     DSparkDraftModel(config).save_pretrained(tmp_path / "head")
 
+    monkeypatch.setattr(demo, "block_cost", lambda dtype, rows: 4.0)
     runs = demo.run_demo(
         ["Hello.", "Again?"], str(tmp_path / "target"), str(tmp_path / "head"), dtype="float32", max_new_tokens=12
     )
@@ -101,7 +104,7 @@ def test_demo_end_to_end_on_a_tiny_model(
     assert printed.count("--- DSpark") == printed.count("--- plain generate()") == 2
     assert "target " in printed.split("time of DSpark:")[1]
     assert "M parameters, a chain" in said
-    monkeypatch.setattr(demo, "emulates_bfloat16", lambda: False)
+    monkeypatch.setattr(demo, "block_cost", lambda dtype, rows: 1.1 if (dtype, rows) == ("bfloat16", 13) else 9.0)
     runs = demo.run_demo(["Hello."], str(tmp_path / "target"), str(tmp_path / "head"), "bfloat16", 12)
     assert "M parameters, draft_tree_nodes=12" in capsys.readouterr().err
     assert runs[0].stats.proposal_lengths[0][0] == 12 and runs[0].stats.proposal_depths[0][0] <= 4

@@ -80,9 +80,7 @@ def test_a_short_copy_is_no_loop() -> None:
 
 def test_rounds_beyond_the_cut_are_not_counted() -> None:
     tokens = [*range(30), *range(30)]  # the copy begins at token 30
-    rounds = (
-        [chain(3, 2, 3)] * 9 + [chain(3, 3, 4)] + [chain(3, 3, 4)] * 7
-    )  # ends: 1 + 27 = 28, then 32: across the cut
+    rounds = [chain(3, 2, 3)] * 9 + [chain(3, 3, 4)] * 8  # ends: 1 + 27 = 28, then 32: across the cut
     one = Answer(tokens, [float(i) for i in range(60)], rounds)
     assert one.counted() == rounds[:9]
     assert one.keep == 28 and one.seconds_for(one.keep) == 27.0
