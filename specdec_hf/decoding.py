@@ -183,7 +183,7 @@ class _Decoder:
                 self.runner.commit(gained)
             with self.watch.part("draft"):
                 self.drafter.observe(Observation(taps, positions, tokens, gained))
-            self.pace.end_round(rows, max(limits), proposal.width, [gained[row] for row in live])
+            self.pace.end_round(rows, max(limits), proposal.width, {self.numbers[row]: gained[row] for row in live})
             self._release_rows()
         if self.call.streamer is not None:
             self.call.streamer.end()

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 from .costs import CostTable, cost_table
 from .options import SpeculativeConfig
 from .output import SpeculationStats
-from .policies import AcceptanceRates, AutomaticOff, Bounds, admitted_lengths, confident_lengths, make_schedule
+from .policies import (
+    AcceptanceRates,
+    AutomaticOff,
+    Bounds,
+    RowPaces,
+    admitted_lengths,
+    confident_lengths,
+    make_schedule,
+)
 from .proposal import Proposal, Round
 
 if TYPE_CHECKING:
@@ -45,7 +53,8 @@ class Pace:
         self.block_size = self._schedule.maximum
         self._weighs = name == "throughput"
         self._rates = AcceptanceRates()
-        self._switch = AutomaticOff() if config.switches_off else None
+        self._switch = AutomaticOff(rows) if config.switches_off else None
+        self._paces = RowPaces(rows)
         self._costs: CostTable | None = None
         if self._weighs or self._switch is not None:
             widths = sorted({1, 2, (self.block_size + 3) // 2, self.block_size + 1})
@@ -102,14 +111,14 @@ class Pace:
         if self._weighs:
             self._rates.learn(round_)
 
-    def end_round(self, rows: int, drafted: int, width: int, gained: list[int]) -> None:
+    def end_round(self, rows: int, drafted: int, width: int, gained: dict[int, int]) -> None:
         """Take in a round of the whole batch.
 
         Args:
             rows: rows of the forward.
             drafted: tokens that the longest row drafted.
             width: tokens of the longest row that were verified.
-            gained: tokens that each row gained, those of rows that had ended before left out.
+            gained: by its number in the call, the tokens that each row gained that had not ended before.
         """
         if self._costs is None:
             return
@@ -122,13 +131,15 @@ class Pace:
                 self._costs.save()
         if self._switch is None:
             return
-        plain = self._costs.target(rows)
         if self._switch.off:
             self._stats.paused_rounds += 1
-            cost = 1.0
-        else:
-            cost = self._seconds(rows * (width + 1)) / plain if drafted else 1.0
-        self._switch.learn(sum(gained) / max(len(gained), 1), cost)
+        if self._switch.off or not drafted or not gained:
+            self._switch.learn(1.0, 1.0)
+            return
+        self._paces.learn(gained)
+        even = self._paces.evenness(list(gained), lambda left: self._seconds(left * (width + 1)))
+        cost = self._seconds(rows * (width + 1)) / self._costs.target(rows)
+        self._switch.learn(even * sum(gained.values()) / len(gained), cost)
 
     def prefilled(self) -> None:
         """Drafting begins now: what `start` of the drafter took is no round's."""

@@ -8,7 +8,7 @@ confidence-scheduled verification). So shortening a block leaves the output dist
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -261,19 +261,65 @@ def _admitted_columns(survival: list[list[float]], seconds: Callable[[int], floa
     return [min(width, len(chances)) for chances in survival]
 
 
+class RowPaces:
+    """How evenly the rows of a batch gain: a batch is done when its slowest row is.
+
+    Args:
+        rows: rows B of the call.
+    """
+
+    #: What a round still counts after the next one, and rounds of the batch's mean that each row begins with.
+    FADES, BELIEVED = 0.9, 6.0
+
+    def __init__(self, rows: int) -> None:
+        self._gained, self._rounds = [0.0] * rows, [0.0] * rows
+
+    def learn(self, gained: Mapping[int, int]) -> None:
+        """Take in a round that drafted: tokens that each row gained, by the row's number in the call."""
+        for number, tokens in gained.items():
+            self._gained[number] = self.FADES * self._gained[number] + tokens
+            self._rounds[number] = self.FADES * self._rounds[number] + 1.0
+
+    def evenness(self, numbers: Sequence[int], seconds: Callable[[int], float]) -> float:
+        """What of the rows' mean gain shortens the batch's time to its end, in (0, 1]; 1 for a single row.
+
+        Rows with the same number of tokens to go leave the batch in the order of their pace, and a round then costs
+        what a round of the rows that are left costs.
+
+        Args:
+            numbers: the rows still decoding, each with a round behind it.
+            seconds: of a round of so many rows.
+        """
+        gained, rounds = ([values[number] for number in numbers] for values in (self._gained, self._rounds))
+        mean = sum(gained) / sum(rounds)
+        paces = sorted(
+            ((own + self.BELIEVED * mean) / (count + self.BELIEVED) for own, count in zip(gained, rounds, strict=True)),
+            reverse=True,
+        )
+        spent, until = 0.0, 0.0  # until each row's end, per token to go: seconds, and rounds
+        for left, pace in zip(range(len(paces), 0, -1), paces, strict=True):
+            spent, until = spent + (1 / pace - until) * seconds(left), 1 / pace
+        return min(seconds(len(paces)) / (spent * mean), 1.0)
+
+
 class AutomaticOff:
     """Stops drafting while it costs more than it gains, and tries again later. Counts in plain steps of the batch.
 
     After each round, what it cost beyond what it gained is added to a loss, which never falls below 0: so text that
     gains keeps a small loss whatever its single rounds do. Beyond `PATIENCE` the next `PAUSE` rounds are plain; then
     drafting is tried with less patience, and each pause that follows a failed try is twice as long, up to `LONGEST`.
-    A try that has gained as much as it lost over `TRIED` rounds ends the mistrust.
+    A try that has gained as much as it lost over `TRIED` rounds ends the mistrust. The mean of many rows says more than
+    one row's gain, so patience shrinks with the root of their number.
+
+    Args:
+        rows: rows B of the call.
     """
 
     PATIENCE, RETRIED, PAUSE, LONGEST, TRIED = 2.0, 0.7, 16, 256, 8
 
-    def __init__(self) -> None:
-        self._loss, self._patience = 0.0, self.PATIENCE
+    def __init__(self, rows: int = 1) -> None:
+        self._scale = rows**-0.5
+        self._loss, self._patience = 0.0, self.PATIENCE * self._scale
         self._pause, self._left, self._rounds = self.PAUSE, 0, 0
 
     @property
@@ -290,6 +336,6 @@ class AutomaticOff:
         self._loss = max(self._loss + cost - gained, 0.0)
         if self._loss > self._patience:
             self._left, self._pause = self._pause, min(2 * self._pause, self.LONGEST)
-            self._loss, self._patience, self._rounds = 0.0, self.RETRIED, 0
+            self._loss, self._patience, self._rounds = 0.0, self.RETRIED * self._scale, 0
         elif self._rounds >= self.TRIED and self._loss == 0.0:
-            self._patience, self._pause = self.PATIENCE, self.PAUSE
+            self._patience, self._pause = self.PATIENCE * self._scale, self.PAUSE

@@ -17,6 +17,7 @@ import torch
 from conftest import make_target
 
 from specdec_hf import DSparkConfig, DSparkDraftModel, SpeculativeConfig, drafters, enable_speculation, last_speculation
+from specdec_hf.drafters.draft_model import fitting_tokens
 from specdec_hf.drafters.prompt_lookup import PromptLookupDrafter
 
 sys.path.insert(0, str(Path(__file__).parent / "contract"))
@@ -266,3 +267,17 @@ def test_a_model_without_a_strategys_name_goes_to_transformers() -> None:
     text = target.generate(ids, assistant_model=make_target(seed=3), do_sample=False, max_new_tokens=5)
     assert last_speculation(target) is None
     assert text.shape == (1, 8)
+
+
+@pytest.mark.parametrize(("price", "tokens"), [(0.0, 5), (0.05, 5), (0.1, 4), (0.25, 2), (0.5, 1), (1.0, 1), (3.0, 1)])
+def test_a_dear_draft_drafts_few_tokens(price, tokens):
+    assert fitting_tokens(price) == tokens
+
+
+def test_a_draft_models_default_follows_the_weights():
+    wide = {"hidden_size": 128, "intermediate_size": 512}
+    target, lengths = target_of(num_hidden_layers=6, **wide), {}
+    for layers, draft in ((1, target_of(num_hidden_layers=1)), (6, target_of(num_hidden_layers=6, **wide))):
+        target.generate(torch.arange(3, 9)[None], assistant_model=draft, speculative="draft_model", max_new_tokens=30)
+        lengths[layers] = max(last_speculation(target).proposal_lengths[0])
+    assert lengths[1] >= 4 and lengths[6] == 1

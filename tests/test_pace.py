@@ -10,6 +10,8 @@ import torch
 
 from specdec_hf import SpeculativeConfig, last_speculation, pace
 from specdec_hf.costs import CostTable
+from specdec_hf.drafters.dspark import DSparkDrafter
+from specdec_hf.output import SpeculationStats
 
 sys.path.insert(0, str(Path(__file__).parent / "contract"))
 import harness
@@ -61,6 +63,36 @@ def test_costs_that_gain_leave_it_on(monkeypatch):
         config = SpeculativeConfig(automatic_off=True, num_assistant_tokens_schedule=schedule)
         stats = texts("dspark", "always", new=90, speculative=config)
         assert stats.paused_rounds == 0 and stats.mean_accepted_length > 1.5
+
+
+def test_a_batch_is_judged_by_its_slowest_row(monkeypatch):
+    """A round costs 1.6 plain steps: worth it if all rows gain 2 tokens, but not if some gain 3 and one gains 1."""
+    for gains, pauses in (([2, 2, 2, 2], False), ([3, 3, 1, 1], True), ([2, 3, 2, 1], True)):
+        drafted = drafting_rounds(monkeypatch, gains, 60)
+        assert (len(drafted) < 40) == pauses and (len(drafted) == 60) != pauses
+
+
+def test_a_large_batch_is_judged_sooner(monkeypatch):
+    """Sixteen rows that gain nothing say in a round what one row says in four."""
+    first_pauses = [drafting_rounds(monkeypatch, [1] * rows, 16) for rows in (1, 16)]
+    assert first_pauses == [[0, 1, 2, 3], [0]]
+
+
+def drafting_rounds(monkeypatch, gains, rounds):
+    """Which rounds draft, of a call whose rows always gain so much where they cost 1.6 plain steps."""
+    priced(monkeypatch, 1.0, 0.0, 0.6)
+    target, rows, drafting = harness.target("llama", seed=3), len(gains), []
+    head = harness.shared_assistant("dspark", target, "never")
+    config = SpeculativeConfig(strategy="dspark", automatic_off=True)
+    drafter, stats = DSparkDrafter.create(head, target, config), SpeculationStats.of_rows("dspark", rows)
+    decider = pace.Pace(config, drafter, target, rows, stats)
+    decider.prefilled()
+    for number in range(rounds):
+        (drafted, *_) = decider.limits(list(range(rows)), [50] * rows, [False] * rows)
+        decider.end_round(rows, drafted, drafted, dict(enumerate(gains if drafted else [1] * rows)))
+        drafting += [number] if drafted else []
+    assert stats.paused_rounds == rounds - len(drafting)
+    return drafting
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -11,6 +11,7 @@ from specdec_hf.policies import (
     AcceptanceRates,
     AutomaticOff,
     Bounds,
+    RowPaces,
     admitted_lengths,
     confident_lengths,
     make_schedule,
@@ -255,3 +256,42 @@ def test_it_comes_back_when_the_text_changes():
     run(switch, 300, 1.0, 1.5)
     share, drafted = run(switch, 1500, 2.5, 1.5)
     assert drafted > 300 and share < 0.8
+
+
+def test_a_batch_that_loses_is_switched_off_sooner():
+    _, one = run(AutomaticOff(), 100, 1.0, 1.3)
+    _, eight = run(AutomaticOff(8), 100, 1.0, 1.3)
+    assert eight < one
+
+
+def test_evenness_is_what_the_slowest_row_leaves():
+    """Against the batch decoded to its end: rows of fixed paces, a round's price by the rows that are left."""
+    for gains, price in (
+        ([3.0, 1.0], lambda rows: 1.0),
+        ([3.0, 1.0, 2.0], lambda rows: 1.0 + rows),
+        ([2.0, 2.0], lambda rows: 1.0),
+        ([4.0], lambda rows: float(rows)),
+    ):
+        paces = RowPaces(len(gains))
+        for _ in range(500):  # what each row was believed to gain at first counts no longer
+            paces.FADES = 1.0
+            paces.learn(dict(enumerate(gains)))
+        tokens, spent, ends = 6000.0, 0.0, sorted(6000.0 / gain for gain in gains)
+        for left, (begin, end) in zip(range(len(gains), 0, -1), zip([0.0, *ends], ends, strict=False), strict=True):
+            spent += (end - begin) * price(left)
+        mean = sum(gains) / len(gains)
+        evenness = paces.evenness(list(range(len(gains))), price)
+        assert evenness * mean == pytest.approx(tokens * price(len(gains)) / spent, rel=0.02)
+
+
+def test_evenness_needs_more_than_a_round_and_counts_present_rows():
+    paces = RowPaces(3)
+    paces.learn({0: 5, 1: 1, 2: 3})
+    first = paces.evenness([0, 1, 2], lambda rows: 1.0)
+    for _ in range(10):
+        paces.learn({0: 5, 1: 1, 2: 3})
+    assert paces.evenness([0, 1, 2], lambda rows: 1.0) < first < 1.0
+    assert paces.evenness([1], lambda rows: 1.0) == 1.0
+    for _ in range(30):
+        paces.learn({0: 2, 1: 2})
+    assert paces.evenness([0, 1], lambda rows: 1.0) > 0.95

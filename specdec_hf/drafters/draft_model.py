@@ -26,6 +26,28 @@ from .base import Drafter, DraftRequest, Observation, Prompt, TokenConfidence
 _MOST = 32
 #: Vocabularies of one tokenizer differ by padding to a round number; by more than this they are two tokenizers'.
 _PADDING = 1024
+#: What `fitting_tokens` takes for the chance that a drafted token is accepted, and the most that it answers.
+_ACCEPTANCE, _LONGEST = 0.7, 5
+
+
+def fitting_tokens(price: float) -> int:
+    """Tokens to draft in a round by a draft whose step costs `price` steps of its target, if nothing else is known.
+
+    The K with the most tokens a second where each token is accepted with the same chance (Leviathan et al. 2023,
+    section 3.4): 5 for a draft of a twentieth of the target's weights, 4 of a tenth, 2 of a quarter, 1 from a half.
+    """
+
+    def pace(tokens: int) -> float:
+        return (1 - _ACCEPTANCE ** (tokens + 1)) / (1 + price * tokens)
+
+    return max(range(1, _LONGEST + 1), key=pace)
+
+
+def _weight(model: Any) -> int:
+    """Bytes that a step reads: all weights but an embedding table of its own, of which it reads a row a token."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(head, "weight", None) is table.weight
+    return sum(part.nbytes for part in model.parameters() if tied or part is not table.weight)
 
 
 @dataclass
@@ -41,17 +63,18 @@ class DraftModelDrafter(Drafter):
 
     Args:
         model: the draft, on any device and in any dtype.
-        target_vocab_size: width V of the target's logits.
+        target: the model that it drafts for.
         config: `num_assistant_tokens`, `max_assistant_tokens` and the confidence threshold are read. The confidence of
             a token is the probability of the draft's most likely token there, before logits processors.
     """
 
     name = "draft_model"
     target_layer_ids: list[int] = []
-    default_tokens = 5
 
-    def __init__(self, model: Any, target_vocab_size: int, config: SpeculativeConfig) -> None:
+    def __init__(self, model: Any, target: Any, config: SpeculativeConfig) -> None:
         self._model = model
+        self.default_tokens = fitting_tokens(_weight(model) / max(_weight(target), 1))
+        target_vocab_size = _hf.text_config(target).vocab_size
         self._threshold = config.confidence_threshold
         self.max_tokens = max(_MOST, config.num_assistant_tokens or 0, config.max_assistant_tokens or 0)
         self.level_rows = must_stay_level(model)
@@ -94,7 +117,7 @@ class DraftModelDrafter(Drafter):
                 f"{type(model).__name__} cannot draft: {reason}. Pass a draft with plain attention layers."
             )
         _check_vocabulary(model, target)
-        return cls(model, _hf.text_config(target).vocab_size, config)
+        return cls(model, target, config)
 
     # -- prompt --------------------------------------------------------------------------------------------------------
 

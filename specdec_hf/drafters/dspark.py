@@ -6,7 +6,7 @@ Source: "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregress
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from .base import Drafter, DraftRequest, Observation, Prompt
 
 #: Children that a tree drafts below a node, and nodes of a depth below which it drafts any.
 _CHILDREN, _BEAM = 4, 4
+#: Plain rounds after which the head reads along all the same, so that their hidden states do not pile up.
+_MOST_UNREAD = 64
 
 
 @dataclass
@@ -59,6 +61,7 @@ class DSparkDrafter(Drafter):
         self._vocabulary = head.draft_token_ids() if narrower else None
         self._context: Any = None
         self._lengths: list[int] = []  # context tokens of each row
+        self._unread: list[Observation] = []  # of plain rounds: one token of each row, read together before a draft
         self._parked: dict[int, _Parked] = {}
         self._latest_logits: Tensor | None = None  # of the latest round's last slot, for `complaint`
 
@@ -134,6 +137,7 @@ class DSparkDrafter(Drafter):
             )
 
     def propose(self, request: DraftRequest) -> Proposal:
+        self._catch_up()
         return self._tree(request) if self._is_tree else self._chain(request)
 
     def _chain(self, request: DraftRequest) -> Proposal:
@@ -198,7 +202,24 @@ class DSparkDrafter(Drafter):
         return Proposal(tokens.gather(1, best), limits, None, spread, vocabulary, confidence, parents)
 
     def observe(self, observation: Observation) -> None:
+        # While nothing is drafted, the head need not read along: many tokens at once cost it little more than one.
+        if observation.positions.shape[1] == 1:
+            taps = [tap.clone() for tap in observation.taps]  # a compiled target may write over its own outputs
+            self._unread.append(replace(observation, taps=taps))
+            if len(self._unread) >= _MOST_UNREAD:
+                self._catch_up()
+            return
+        self._catch_up()
         self._extend(observation.taps, observation.positions, observation.counts)
+
+    def _catch_up(self) -> None:
+        """Read what plain rounds left unread."""
+        if not self._unread:
+            return
+        taps = [torch.cat(parts, dim=1) for parts in zip(*(one.taps for one in self._unread), strict=True)]
+        positions = torch.cat([one.positions for one in self._unread], dim=1)
+        self._unread.clear()
+        self._extend(taps, positions, [positions.shape[1]] * positions.shape[0])
 
     def complaint(self) -> str | None:
         # NaN stays in the context once it is there, so the latest logits tell; rounds need not wait for the device.
@@ -212,16 +233,19 @@ class DSparkDrafter(Drafter):
         )
 
     def select_rows(self, rows: list[int]) -> None:
+        self._catch_up()
         self._lengths = [self._lengths[row] for row in rows]
         self._context.select_rows(torch.tensor(rows), max_length=max(self._lengths))
         self._context.uniform = len(set(self._lengths)) == 1
 
     def park(self, rows: dict[int, int]) -> None:
+        self._catch_up()
         for number, row in rows.items():
             keys, values = self._row(row)
             self._parked[number] = _Parked(keys.clone(), values.clone())
 
     def state(self, numbers: list[int]) -> Any:
+        self._catch_up()
         if not self._parked:
             return self._context
         rows = {number: _Parked(*self._row(row)) for row, number in enumerate(numbers)} | self._parked
