@@ -48,8 +48,8 @@ class SpeculativeConfig:
     Args:
         strategy: name of the drafting strategy, e.g. `"dspark"`; None = the one that the head's configuration names.
         num_assistant_tokens: tokens drafted per round, of a tree its nodes; None = the drafter's default (DSpark: its
-            block, Medusa: its head's `tree_nodes`, draft_model 1 to 5 by its weights
-            beside the target's, early_exit 3, prompt_lookup 10).
+            block, Medusa: its head's `tree_nodes`, prompt_lookup 10, draft_model and
+            early_exit 1 to 5: the dearer a drafted token is beside the target's step, the fewer).
         num_assistant_tokens_schedule: how that number changes from round to round, for each row: `"constant"` keeps it;
             `"heuristic"` adds 2 after a round whose tokens were all accepted and takes 1 away otherwise, and the next
             call goes on from there; `"heuristic_transient"` does the same in each call anew; `"adaptive"` moves by 1

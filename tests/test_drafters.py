@@ -17,8 +17,8 @@ import torch
 from conftest import make_target
 
 from specdec_hf import DSparkConfig, DSparkDraftModel, SpeculativeConfig, drafters, enable_speculation, last_speculation
-from specdec_hf.drafters.draft_model import fitting_tokens
 from specdec_hf.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_hf.policies import fitting_tokens
 
 sys.path.insert(0, str(Path(__file__).parent / "contract"))
 from test_distribution import PASSES, PROMPT, exact_joint, fit, options_of, sample, small_target

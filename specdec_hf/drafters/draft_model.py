@@ -18,6 +18,7 @@ from .. import _hf
 from ..cache import SpeculativeCache, cannot_roll_back
 from ..forward import TargetRunner, must_stay_level
 from ..options import SpeculativeConfig, strategy_of
+from ..policies import fitting_tokens
 from ..proposal import Proposal
 from ..recurrent import is_recurrent
 from ..targets import TapRecorder, accepts_argument
@@ -26,21 +27,6 @@ from .base import Drafter, DraftRequest, Observation, Prompt, TokenConfidence
 _MOST = 32
 #: Vocabularies of one tokenizer differ by padding to a round number; by more than this they are two tokenizers'.
 _PADDING = 1024
-#: What `fitting_tokens` takes for the chance that a drafted token is accepted, and the most that it answers.
-_ACCEPTANCE, _LONGEST = 0.7, 5
-
-
-def fitting_tokens(price: float) -> int:
-    """Tokens to draft in a round by a draft whose step costs `price` steps of its target, if nothing else is known.
-
-    The K with the most tokens a second where each token is accepted with the same chance (Leviathan et al. 2023,
-    section 3.4): 5 for a draft of a twentieth of the target's weights, 4 of a tenth, 2 of a quarter, 1 from a half.
-    """
-
-    def pace(tokens: int) -> float:
-        return (1 - _ACCEPTANCE ** (tokens + 1)) / (1 + price * tokens)
-
-    return max(range(1, _LONGEST + 1), key=pace)
 
 
 def _weight(model: Any) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from .._hf import text_config
 from ..heads.early_exit import EarlyExitHead
 from ..options import SpeculativeConfig
+from ..policies import fitting_tokens
 from ..proposal import Proposal
 from ..targets import decoder_layers, shares_states_between_layers
 from .base import Drafter, DraftRequest, Observation, Prompt, TokenConfidence
@@ -30,6 +31,7 @@ class EarlyExitDrafter(Drafter):
     Args:
         head: the head, bound to the target; None = the target's own.
         layers: decoder layers that draft, N.
+        share: of the target's layers, in (0, 1): the price of a drafted token.
         target_vocab_size: V, the width of the target's logits.
         config: `num_assistant_tokens`, `max_assistant_tokens` and the confidence threshold are read. The confidence of
             a token is the probability of the draft's most likely token there, before logits processors.
@@ -37,12 +39,17 @@ class EarlyExitDrafter(Drafter):
 
     name = "early_exit"
     target_layer_ids: list[int] = []
-    default_tokens = 3
     early_layers: int
 
     def __init__(
-        self, head: EarlyExitHead | None, layers: int, target_vocab_size: int, config: SpeculativeConfig
+        self,
+        head: EarlyExitHead | None,
+        layers: int,
+        share: float,
+        target_vocab_size: int,
+        config: SpeculativeConfig,
     ) -> None:
+        self.default_tokens = fitting_tokens(share)
         self._head, self.early_layers = head, layers
         self._threshold = config.confidence_threshold
         self.max_tokens = max(_MOST, config.num_assistant_tokens or 0, config.max_assistant_tokens or 0)
@@ -77,7 +84,7 @@ class EarlyExitDrafter(Drafter):
                     f"{type(target).__name__} has {count}, so it must be 1 to {count - 1}. Choose about a third."
                 )
             _warn_of_no_head(target, layers)
-        return cls(head, layers, text_config(target).vocab_size, config)
+        return cls(head, layers, layers / count, text_config(target).vocab_size, config)
 
     def start(self, prompt: Prompt) -> None:
         """Nothing: the prompt is in the target's cache."""
