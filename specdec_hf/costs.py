@@ -23,9 +23,9 @@ from torch import nn
 from .hardware import processor_name
 from .packing import is_packed
 
-#: Least and most timed forwards of one size, and the seconds after which there are enough.
+#: Least and most timed forwards of one size, and the seconds a size after which there are enough.
 _LEAST, _MOST, _SECONDS = 3, 9, 0.6
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass
@@ -115,34 +115,36 @@ def cost_table(model: Any, sizes: list[int], rows: int = 1) -> CostTable:
     tables = _tables.setdefault(model, {})
     if key not in tables:
         path = _folder() / f"{key}.json"
-        tables[key] = CostTable.load(path) or _measured(model, [1], 1)
-        tables[key].path = path
+        tables[key] = CostTable.load(path) or CostTable([1], measure(model, [(1, 1)]), path=path)
         tables[key].save()
     table = tables[key]
     if missing := sorted(size for size in sizes if size not in table.tokens):
-        table.add(_measured(model, missing, rows))
+        # Sizes are weighed against one another, so what else the machine did must not come between them: what is
+        # measured later is brought to the table's scale by a single token measured beside it.
+        alone, *seconds = measure(model, [(1, 1), *((rows, size // rows) for size in missing)])
+        table.add(CostTable(missing, [one * table.target(1) / alone for one in seconds]))
         table.save()
     return table
 
 
-def _measured(model: Any, sizes: list[int], rows: int) -> CostTable:
-    return CostTable(sizes, [measure(model, rows, size // rows) for size in sizes])
-
-
 @torch.no_grad()
-def measure(model: Any, rows: int, width: int) -> float:
-    """Median seconds of a forward of `rows` times `width` tokens, without context."""
+def measure(model: Any, shapes: list[tuple[int, int]]) -> list[float]:
+    """Median seconds of forwards of (rows, tokens a row), without context, in turn: another load slows them all."""
     device = model.get_input_embeddings().weight.device
-    ids = torch.ones(rows, width, dtype=torch.long, device=device)
-    times: list[float] = []
+    blocks = [torch.ones(rows, width, dtype=torch.long, device=device) for rows, width in shapes]
+    times: list[list[float]] = []
     began = time.perf_counter()
-    while len(times) <= _LEAST or (len(times) <= _MOST and time.perf_counter() - began < _SECONDS):
-        _wait(device)
-        start = time.perf_counter()
-        model(input_ids=ids, use_cache=False)
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])  # the first one warms up
+    while len(times) <= _LEAST or (len(times) <= _MOST and time.perf_counter() - began < _SECONDS * len(shapes)):
+        times.append([_seconds(model, ids, device) for ids in blocks])
+    return [statistics.median(turns) for turns in zip(*times[1:], strict=True)]  # the first turn warms up
+
+
+def _seconds(model: Any, ids: torch.Tensor, device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    model(input_ids=ids, use_cache=False)
+    _wait(device)
+    return time.perf_counter() - start
 
 
 def _wait(device: torch.device) -> None:

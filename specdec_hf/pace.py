@@ -21,6 +21,7 @@ from .policies import (
     make_schedule,
 )
 from .proposal import Proposal, Round
+from .targets import decoder_layers
 
 if TYPE_CHECKING:
     from .drafters.base import Drafter
@@ -61,7 +62,10 @@ class Pace:
             self._costs = cost_table(target, [rows * width for width in widths], rows)
         self._draft_name = f"{drafter.name} {type(drafter).__name__} {self.block_size} {rows}"
         self._draft_times: list[float] = []
-        self._drafted_until = 0.0
+        self._until = (0.0, 0.0)  # seconds of drafting and of the target before this round
+        early = drafter.early_layers or 0
+        #: What of the target runs after the draft: early exit has run its first layers by then.
+        self._rest = 1.0 - early / len(decoder_layers(target)) if early else 1.0
 
     def limits(self, numbers: list[int], budgets: list[int], ended: list[bool]) -> list[int]:
         """Tokens that each present row may draft: the schedule's number, within its budget.
@@ -103,7 +107,7 @@ class Pace:
 
     def _seconds(self, tokens: int) -> float:
         assert self._costs is not None
-        return self._costs.target(tokens) + self._costs.drafts.get(self._draft_name, 0.0)
+        return self._rest * self._costs.target(tokens) + self._costs.drafts.get(self._draft_name, 0.0)
 
     def learn(self, number: int, round_: Round) -> None:
         """Take in one row's round."""
@@ -122,10 +126,11 @@ class Pace:
         """
         if self._costs is None:
             return
-        spent = self._stats.seconds["draft"] - self._drafted_until
-        self._drafted_until = self._stats.seconds["draft"]
+        drafting, verifying = (now - then for now, then in zip(self._clock(), self._until, strict=True))
+        self._until = self._clock()
         if drafted and self._draft_name not in self._costs.drafts:
-            self._draft_times.append(spent)
+            # By the target's clock of the same round, for the table may be of a busier hour.
+            self._draft_times.append(drafting / verifying * self._rest * self._costs.target(rows * (width + 1)))
             if len(self._draft_times) == _TIMED:
                 self._costs.drafts[self._draft_name] = statistics.median(self._draft_times[1:])
                 self._costs.save()
@@ -143,4 +148,7 @@ class Pace:
 
     def prefilled(self) -> None:
         """Drafting begins now: what `start` of the drafter took is no round's."""
-        self._drafted_until = self._stats.seconds["draft"]
+        self._until = self._clock()
+
+    def _clock(self) -> tuple[float, float]:
+        return self._stats.seconds["draft"], self._stats.seconds["target"]

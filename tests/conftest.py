@@ -17,6 +17,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from specdec_hf import costs
+
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 VOCAB_SIZE = 96
@@ -108,6 +110,12 @@ def _byte_characters() -> list[str]:
 def seed() -> None:
     """Each test starts from the same random state, whatever ran before it in this worker."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def costs_of_the_tests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forwards cost is measured anew in each run and kept apart from the user's own tables."""
+    monkeypatch.setattr(costs, "_folder", lambda: tmp_path_factory.getbasetemp() / "costs")
 
 
 @pytest.fixture

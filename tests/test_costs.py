@@ -31,15 +31,32 @@ def test_nonsense_is_refused(tokens, seconds):
 def test_measured_once_and_kept(tiny_target, folder, monkeypatch):
     target, calls = tiny_target(), []
     real = costs.measure
-    monkeypatch.setattr(costs, "measure", lambda *args: calls.append(args[1:]) or real(*args))
+    monkeypatch.setattr(costs, "measure", lambda *args: calls.append(args[1]) or real(*args))
     table = cost_table(target, [2, 6], rows=2)
-    assert calls == [(1, 1), (2, 1), (2, 3)] and table.tokens == [1, 2, 6]
+    assert calls == [[(1, 1)], [(1, 1), (2, 1), (2, 3)]] and table.tokens == [1, 2, 6]
     table.drafts["x"] = 0.25
     table.save()
-    assert cost_table(target, [2, 6], rows=2) is table and len(calls) == 3
+    assert cost_table(target, [2, 6], rows=2) is table and len(calls) == 2
     again = cost_table(tiny_target(), [2, 6], rows=2)  # another object, the same model
-    assert len(calls) == 3 and again.seconds == table.seconds and again.drafts == {"x": 0.25}
+    assert len(calls) == 2 and again.seconds == table.seconds and again.drafts == {"x": 0.25}
     assert len(list(folder.iterdir())) == 1
+
+
+def test_a_busier_machine_does_not_bend_the_table(tiny_target, folder, monkeypatch):
+    """Sizes that are added later are brought to the table's own scale by a step measured beside them."""
+    target, load = tiny_target(), 1.0
+    monkeypatch.setattr(costs, "measure", lambda model, shapes: [load * (1 + rows * width) for rows, width in shapes])
+    cost_table(target, [1, 4])
+    load = 3.0
+    table = cost_table(target, [2, 8], rows=2)
+    assert dict(zip(table.tokens, table.seconds, strict=True)) == {1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}
+
+
+def test_sizes_are_timed_in_turn(tiny_target, monkeypatch):
+    order = []
+    monkeypatch.setattr(costs, "_seconds", lambda model, ids, device: order.append(ids.numel()) or 1.0 * len(order))
+    assert costs.measure(tiny_target(), [(1, 1), (2, 3)]) == [5.0, 6.0]
+    assert order == [1, 6] * 4
 
 
 def test_another_state_of_the_model_is_another_table(tiny_target, folder, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec_hf import SpeculativeConfig, last_speculation, pace
+from specdec_hf import SpeculativeConfig, drafters, last_speculation, pace
 from specdec_hf.costs import CostTable
 from specdec_hf.drafters.dspark import DSparkDrafter
 from specdec_hf.output import SpeculationStats
@@ -156,6 +156,27 @@ def test_confidence_schedule_cuts_at_its_default():
         target.generate(torch.tensor([PROMPT]), assistant_model=head, do_sample=True, max_new_tokens=40, **options)
         lengths.append(last_speculation(target).proposal_lengths)
     assert lengths[0] == lengths[1] != lengths[2]
+
+
+@pytest.mark.parametrize(("strategy", "rest"), [("dspark", 1.0), ("early_exit", 0.5)])
+def test_a_draft_is_priced_by_the_targets_clock(strategy, rest, monkeypatch):
+    """A draft that takes 0.3 of its round's target costs so much in the table, however busy the machine is now."""
+    target = harness.target("llama", seed=3)
+    head = harness.shared_assistant(strategy, target, "never")
+    config = SpeculativeConfig(strategy=strategy, automatic_off=True, num_assistant_tokens=3)
+    for load in (1.0, 7.0):
+        table = CostTable([1, 101], [2.0, 102.0])
+        monkeypatch.setattr(pace, "cost_table", lambda *args, table=table: table)
+        drafter, stats = drafters.resolve(config, head, target), SpeculationStats.of_rows(strategy, 1)
+        stats.seconds.update(draft=9.0, target=4.0)  # before the first round
+        decider = pace.Pace(config, drafter, target, 1, stats)
+        decider.prefilled()
+        for _ in range(4):
+            stats.seconds["draft"] += 0.3 * load
+            stats.seconds["target"] += 1.0 * load
+            decider.end_round(1, 3, 3, {0: 2})
+        assert list(table.drafts.values()) == [pytest.approx(0.3 * rest * 5.0)]  # four tokens cost 5
+        assert decider._seconds(4) == pytest.approx(1.3 * rest * 5.0)
 
 
 def test_draft_times_are_learned_once(monkeypatch):
