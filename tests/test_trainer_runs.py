@@ -206,6 +206,7 @@ def test_features_on_disk_are_those_of_the_precision_that_is_trained_in(tiny_tar
     texts = write_uneven_texts(tmp_path / "data", target)
     run = small(tmp_path, head={**HEAD, "draft_vocab_size": 50}, feature_cache=str(tmp_path / "features"), max_steps=1)
     train(target, replace(run, bf16=True))
+    assert {weight.dtype for weight in target.parameters()} == {torch.float32}  # copies are used for a while only
     ids = texts[1].ids[None]
     with torch.autocast("cpu", torch.bfloat16):
         mixed = target_features(target, HEAD["target_layer_ids"], ids, torch.ones_like(ids))
@@ -309,12 +310,17 @@ def test_cache_says_its_size_and_refuses_other_texts(tiny_target, tmp_path):
     FeatureCache(tmp_path / "cache", texts, [0, 2], target, log_mass_of=96).fill(lines.append, 1, 2)
     sizes = sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.safetensors"))
     assert 0 < sizes - cache.bytes_needed() < 12 * 400  # the rest is headers
-    exact = target(texts[1].ids[None]).logits.logsumexp(-1)[0]
-    torch.testing.assert_close(cache.read(1)["target_log_mass"], exact, atol=0.1, rtol=0.02)
+    exact = target(texts[2].ids[None]).logits.logsumexp(-1)[0]
+    mass, predicts = cache.read(2)["target_log_mass"], torch.cat([texts[2].mask[1:], torch.tensor([True])])
+    torch.testing.assert_close(mass[predicts], exact[predicts], atol=0.1, rtol=0.02)
+    assert 1 < predicts.sum() < len(predicts) and mass[~predicts].eq(0).all()
     with pytest.raises(ValueError, match="other texts, taps"):
         FeatureCache(tmp_path / "cache", texts, [0, 1], target, log_mass_of=96).fill()
     with pytest.raises(ValueError, match="other texts, taps"):
         FeatureCache(tmp_path / "cache", texts[1:], [0, 2], target, log_mass_of=96).fill()
+    learned = [replace(text, mask=torch.ones_like(text.mask)) for text in texts]  # needs more of the mass
+    with pytest.raises(ValueError, match="other texts, taps"):
+        FeatureCache(tmp_path / "cache", learned, [0, 2], target, log_mass_of=96).fill()
     (tmp_path / "cache" / "0000001.safetensors").write_bytes(b"cut")
     with pytest.raises(OSError, match="remove it"):
         cache.read(1)

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +131,7 @@ class FeatureCache:
         digest = hashlib.sha256()
         for sequence in self.sequences:
             digest.update(sequence.ids.to(torch.int32).numpy().tobytes() + b"|")
+            digest.update(sequence.mask.numpy().tobytes())
         config = self.target.config
         return {
             "texts": digest.hexdigest(),
@@ -174,14 +176,18 @@ class FeatureCache:
         _write_whole(known, json.dumps(self.made_of()).encode())
         missing = [index for index in missing if index % parts == part]
         told = time.monotonic()
-        for done, index in enumerate(missing, 1):
-            self._write(index)
-            if time.monotonic() - told > every:
-                say(f"features of {done} of {len(missing)} texts")
-                told = time.monotonic()
+        cast = torch.bfloat16 if self.bf16 and self.target.device.type == "cpu" else None
+        with _linear_weights(self.target, cast):
+            for done, index in enumerate(missing, 1):
+                self._write(index)
+                if time.monotonic() - told > every:
+                    say(f"features of {done} of {len(missing)} texts")
+                    told = time.monotonic()
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
         """``taps`` [T, m * Dt], ``last_hidden`` [T, Dt] and maybe ``target_log_mass`` [T] of one text.
+
+        The mass is 0 where no answer's token is predicted.
 
         Raises:
             OSError: the file is absent or damaged.
@@ -201,11 +207,30 @@ class FeatureCache:
         tensors = {name: value[0].to(torch.bfloat16).contiguous() for name, value in features._asdict().items()}
         if self.log_mass_of is not None:
             # Of the rounded states, since the probabilities are computed from these too.
-            tensors["target_log_mass"] = log_mass(self.target, tensors["last_hidden"], self.log_mass_of).float()
+            last, mass = tensors["last_hidden"], torch.zeros(len(tensors["last_hidden"]))
+            used = self.sequences[index].mask.roll(-1)
+            used[-1:] = True
+            mass[used] = log_mass(self.target, last[used.to(last.device)], self.log_mass_of).float().cpu()
+            tensors["target_log_mass"] = mass
         _write_whole(self._file(index), save({name: tensor.cpu() for name, tensor in tensors.items()}))
 
     def _file(self, index: int) -> Path:
         return self.path / f"{index:07d}.safetensors"
+
+
+@contextmanager
+def _linear_weights(target: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """Copies of all linear layers' weights in ``dtype`` for a while: autocast casts frozen ones in each forward."""
+    modules = [] if dtype is None else list(target.modules())
+    linears = [m for m in modules if type(m) is torch.nn.Linear and type(m.weight) is torch.nn.Parameter]  # not shards
+    kept = [module.weight for module in linears]
+    try:
+        for module in linears:
+            module.weight = torch.nn.Parameter(module.weight.detach().to(dtype), requires_grad=False)
+        yield
+    finally:
+        for module, weight in zip(linears, kept, strict=True):
+            module.weight = weight
 
 
 def _write_whole(path: Path, content: bytes) -> None:
