@@ -162,8 +162,7 @@ def table(results: list[RoundCost]) -> str:
         first, last = results[0], results[-1]
         lines.append(
             f"from {first.context} to {last.context} tokens: a round costs {last.round / first.round:.2f} times as "
-            "much, a "
-            f"plain step {last.plain_step / first.plain_step:.2f} times"
+            f"much, a plain step {last.plain_step / first.plain_step:.2f} times"
         )
     return "\n".join(lines)
 

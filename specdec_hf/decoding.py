@@ -158,7 +158,6 @@ class _Decoder:
         return StepOutputs(batch, wanted, [])
 
     # -- the loop
-    # -------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self._prefill()
@@ -283,7 +282,6 @@ class _Decoder:
             return proposal
 
     # -- judging
-    # ----------------------------------------------------------------------------------------------------------
 
     def _judge(self, outputs: Any, proposal: Proposal, draws: _Draws, block_end: int | None) -> None:
         """Commit what the target accepts of a block. `block_end` is None for the prompt's last position."""
@@ -419,7 +417,6 @@ class _Decoder:
                 self.call.streamer.put(torch.tensor([token]))
 
     # -- rows and the end
-    # -------------------------------------------------------------------------------------------------
 
     def _release_rows(self) -> None:
         """Let rows that have ended leave the batch (level rows stay; the last rows stay for the end)."""

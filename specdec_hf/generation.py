@@ -98,8 +98,7 @@ class SpeculativeDecoding:
         if tokens is not None and tokens > drafter.max_tokens and not inherited:
             raise ValueError(
                 f"num_assistant_tokens={tokens} is more than this {config.strategy} assistant can draft in a round: "
-                f"pass at "
-                f"most {drafter.max_tokens}, or leave it out for that many."
+                f"pass at most {drafter.max_tokens}, or leave it out for that many."
             )
         reason = plain_reason(model, call.model_kwargs)
         if reason is not None:
@@ -162,8 +161,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
     if model.config.is_encoder_decoder:
         raise Unsupported(
             f"{name} is an encoder-decoder model; speculation supports decoder-only causal LMs. Call generate() "
-            "without "
-            "the speculative assistant."
+            "without the speculative assistant."
         )
     for field, off, what in (
         ("num_beams", 1, "beam search"),
@@ -179,8 +177,7 @@ def refuse_unsupported(model: Any, generation_config: Any, input_ids: Any) -> No
         if value not in (None, off, False):
             raise Unsupported(
                 f"{field}={value!r} asks for {what}, which cannot be combined with speculative decoding (greedy and "
-                "sampling "
-                f"can). Leave out {field}, or leave out the assistant."
+                f"sampling can). Leave out {field}, or leave out the assistant."
             )
     if input_ids.shape[0] == 0:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}: an empty batch; pass at least one prompt.")
@@ -238,8 +235,7 @@ def _route(model: Any, plain_generate: Any, args: tuple[Any, ...], kwargs: dict[
         if asked:
             raise ValueError(
                 f"speculative={wish['speculative'] or wish['assistant_strategy']!r} and custom_generate are two ways "
-                f"to "
-                "decode: pass one of them."
+                "to decode: pass one of them."
             )
         return plain_generate(**kwargs)
     if wish["speculative"] is False or not (asked or strategy_of(head) is not None):
@@ -290,7 +286,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if len(args) > len(names) or given.keys() & kwargs.keys():
         raise TypeError(
             f"generate() got {len(args)} arguments by position, {sorted(given.keys() & kwargs.keys())} twice: name "
-            f"them."
+            "them."
         )
     return {**given, **kwargs}
 

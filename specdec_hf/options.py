@@ -136,8 +136,7 @@ class SpeculativeConfig:
         if not isinstance(target, (int, float)) or isinstance(target, bool) or not 0.0 < target < 1.0:
             raise ValueError(
                 f"acceptance_target={target!r}: it is the share of drafted tokens that should be accepted, so it must "
-                "lie "
-                "between 0 and 1. Leave it out for 0.6."
+                "lie between 0 and 1. Leave it out for 0.6."
             )
         for what in ("assistant_tokens", "matching_ngram_size"):
             low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
@@ -169,8 +168,7 @@ class SpeculativeConfig:
         if self.coupling == "residual" and self.seed is not None:
             raise ValueError(
                 f"seed={self.seed!r} is for coupling='gumbel' and would do nothing here: pass that too, or seed "
-                "residual "
-                "sampling with generator=torch.Generator().manual_seed(seed)."
+                "residual sampling with generator=torch.Generator().manual_seed(seed)."
             )
         if self.coupling == "gumbel" and self.generator is not None:
             raise ValueError(
@@ -184,8 +182,7 @@ def _check_generator(generator: Any) -> None:
         if not (one is generator is None or isinstance(one, torch.Generator)):
             raise TypeError(
                 f"generator={generator!r}: must be a torch.Generator, or a list with one per row. For a seed alone, "
-                "pass "
-                "torch.Generator().manual_seed(seed), or call torch.manual_seed(seed) before and leave it out."
+                "pass torch.Generator().manual_seed(seed), or call torch.manual_seed(seed) before and leave it out."
             )
 
 
@@ -247,8 +244,7 @@ def resolve(
     if strategy is None:
         raise ValueError(
             f"no drafting strategy: assistant_model is a {type(head).__name__}, which names none. Pass a draft head, "
-            "e.g. "
-            "DSparkDraftModel.from_pretrained(...), or say which strategy, e.g. speculative='dspark'."
+            "e.g. DSparkDraftModel.from_pretrained(...), or say which strategy, e.g. speculative='dspark'."
         )
     return replace(config, strategy=strategy, **updates)
 

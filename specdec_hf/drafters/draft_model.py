@@ -80,8 +80,7 @@ class DraftModelDrafter(Drafter):
         if head is None:
             raise ValueError(
                 "speculative='draft_model' needs a draft: pass assistant_model=..., a smaller causal LM with the "
-                "target's "
-                "tokenizer, or use speculative='prompt_lookup', which needs none."
+                "target's tokenizer, or use speculative='prompt_lookup', which needs none."
             )
         if strategy_of(head) not in (None, cls.name):
             raise TypeError(
@@ -112,8 +111,7 @@ class DraftModelDrafter(Drafter):
         if length == 0:
             warnings.warn(
                 "the prompt is inputs_embeds alone, which a draft model with other embeddings cannot read, so nothing "
-                "is "
-                "drafted in this call and the text comes no faster. Pass input_ids too, or use another strategy.",
+                "is drafted in this call and the text comes no faster. Pass input_ids too, or use another strategy.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -150,10 +148,9 @@ class DraftModelDrafter(Drafter):
     def _warn_of_missing_turns(self) -> None:
         warnings.warn(
             f"input_ids leave out {self._offset} tokens of the cache passed in, and this draft model has not read "
-            "them. "
-            "The text stays right, but fewer drafted tokens will be accepted. For full speed pass the whole "
-            "conversation "
-            "as input_ids, or a cache that generate(..., return_dict_in_generate=True) returned with this draft.",
+            "them. The text stays right, but fewer drafted tokens will be accepted. For full speed pass the whole "
+            "conversation as input_ids, or a cache that generate(..., return_dict_in_generate=True) returned with "
+            "this draft.",
             UserWarning,
             stacklevel=2,
         )
@@ -258,18 +255,17 @@ def _check_vocabulary(model: Any, target: Any) -> None:
     if abs(own.vocab_size - wanted.vocab_size) > _PADDING:
         raise ValueError(
             f"the draft model {type(model).__name__} has {own.vocab_size} token ids and the target "
-            f"{wanted.vocab_size}: "
-            f"that is another tokenizer (padding explains up to {_PADDING}). Pass a draft with the target's tokenizer; "
-            "for two tokenizers use transformers' own assisted generation (leave out speculative=)."
+            f"{wanted.vocab_size}: that is another tokenizer (padding explains up to {_PADDING}). Pass a draft with "
+            "the target's tokenizer; for two tokenizers use transformers' own assisted generation (leave out "
+            "speculative=)."
         )
     for name in ("bos_token_id", "eos_token_id"):
         mine, theirs = (_ids(getattr(config, name, None)) for config in (own, wanted))
         if mine and theirs and not mine & theirs:
             warnings.warn(
                 f"the draft model has {name}={sorted(mine)} and the target {sorted(theirs)}. If their tokenizers "
-                "differ, "
-                "next to no drafted token will be accepted (the text stays right): pass a draft with the target's "
-                "tokenizer. If they are the same, set the draft's config to the target's id.",
+                "differ, next to no drafted token will be accepted (the text stays right): pass a draft with the "
+                "target's tokenizer. If they are the same, set the draft's config to the target's id.",
                 UserWarning,
                 stacklevel=2,
             )

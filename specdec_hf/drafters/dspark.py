@@ -74,16 +74,14 @@ class DSparkDrafter(Drafter):
         if not isinstance(head, DSparkDraftModel):
             raise TypeError(
                 f"speculative='dspark' needs a DSparkDraftModel as assistant_model, not {type(head).__name__}. Load "
-                "one "
-                "with DSparkDraftModel.from_pretrained(...)."
+                "one with DSparkDraftModel.from_pretrained(...)."
             )
         head.bind(target)
         needs_confidence = config.confidence_threshold and not config.draft_tree_nodes
         if needs_confidence and not head.config.enable_confidence_head:
             raise ValueError(
-                f"assistant_confidence_threshold={config.confidence_threshold} needs a confidence head and "
-                "this "
-                "draft head has none (enable_confidence_head=False): leave the threshold out."
+                f"assistant_confidence_threshold={config.confidence_threshold} needs a confidence head and this draft "
+                "head has none (enable_confidence_head=False): leave the threshold out."
             )
         return cls(head, text_config(target).vocab_size, config)
 
@@ -116,9 +114,8 @@ class DSparkDrafter(Drafter):
             return context
         warnings.warn(
             f"The cache passed in {reason}. The text stays right, but the draft head lacks the hidden states of "
-            f"{max(prompt.cached)} cached tokens, so fewer drafted tokens will be accepted. For full speed pass on the "
-            "cache "
-            "that generate(..., return_dict_in_generate=True) returned with this head, or prefill with it.",
+            f"{max(prompt.cached)} cached tokens, so fewer drafted tokens will be accepted. For full speed pass on "
+            "the cache that generate(..., return_dict_in_generate=True) returned with this head, or prefill with it.",
             UserWarning,
             stacklevel=2,
         )
@@ -227,8 +224,7 @@ class DSparkDrafter(Drafter):
             return None
         return (
             f"the draft head ({type(self._head).__name__}, {self._head.dtype}) returns NaN, so its drafted tokens are "
-            "of no "
-            "use. The text stays right but comes no faster: check the head's weights, or load it in float32 or "
+            "of no use. The text stays right but comes no faster: check the head's weights, or load it in float32 or "
             "bfloat16."
         )
 

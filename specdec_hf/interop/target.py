@@ -101,6 +101,6 @@ class Target:
             )
         if config.vocab_size > text.vocab_size:
             raise ValueError(
-                f"the head has vocab_size={config.vocab_size}, but {self.name} has {text.vocab_size}; give its "
-                "own target"
+                f"the head has vocab_size={config.vocab_size}, but {self.name} has {text.vocab_size}; give its own "
+                "target"
             )
